@@ -1,0 +1,51 @@
+"""Errors a user can cause or mend: one line of what is wrong, one of what to do, and the exit code.
+
+Everything else is a defect of ours and surfaces as the exception it is.
+"""
+
+from __future__ import annotations
+
+EXIT_CHECK_FAILED = 1
+EXIT_USAGE = 2
+EXIT_ENVIRONMENT = 3
+
+
+class PvgError(Exception):
+    """Base of the errors the command line prints without a traceback.
+
+    `message` says what is wrong in one line; `remedy` says what mends it (a command where there is one).
+    """
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+
+class UsageError(PvgError):
+    """A wrong argument: an unknown name, a run that does not exist, an option that contradicts another."""
+
+
+class ConfigurationError(PvgError):
+    """A configuration that is malformed or cannot work."""
+
+
+class MissingRequirementError(PvgError):
+    """The environment lacks something: an extra, a model, a data file, disk space."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class StateError(PvgError):
+    """A run directory whose state forbids what was asked, such as an illegal transition. Names both sides."""
+
+
+class TrainingDivergedError(PvgError):
+    """A loss or a gradient became NaN or infinite; what was committed before it is intact."""
+
+    exit_code = EXIT_CHECK_FAILED

@@ -1,0 +1,494 @@
+"""The experiment: one validated configuration, read from TOML, changed by `key=value`, hashed for resuming.
+
+Its sections carry the names of the packages that read them. This is the only module that knows TOML.
+
+    experiment = load_experiment(Path("experiments/modchain.toml"), overrides=["training.steps=30"])
+    print(experiment.arithmetic())
+
+Invariant: whatever passes `load_experiment` can be played; what cannot work is refused here, before any model loads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+import pvg
+from pvg.errors import ConfigurationError, UsageError
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+
+GROUP_NORMALISED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"})
+# Sections that do not change what is computed: they may differ between a run and its resumption.
+UNHASHED_SECTIONS = frozenset({"telemetry", "store"})
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and no key is ever ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class ModchainTask(Section):
+    """Chains of modular sums, made on the fly: `7+5+8?` -> `7+5=2;2+8=0;A0`."""
+
+    kind: Literal["modchain"] = "modchain"
+    min_terms: Annotated[int, Field(ge=2, le=64)] = 5
+    max_terms: Annotated[int, Field(ge=2, le=64)] = 5
+    modulus: Annotated[int, Field(ge=2, le=100)] = 10
+    problems: Count = 8192
+    test_problems: Count = 1024
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ModchainTask:
+        if self.min_terms > self.max_terms:
+            raise ValueError(f"min_terms ({self.min_terms}) is above max_terms ({self.max_terms})")
+        return self
+
+
+class Gsm8kTask(Section):
+    """Grade-school word problems in the published JSONL form; `path` holds train.jsonl and test.jsonl."""
+
+    kind: Literal["gsm8k"] = "gsm8k"
+    path: Path | None = None
+    limit: Count | None = None
+
+
+class ReasoningGymTask(Section):
+    """A dataset of the reasoning-gym package (extra `reasoning-gym`), graded by its own grader."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str = "chain_sum"
+    settings: dict[str, Any] = Field(default_factory=dict)
+    problems: Count = 1024
+    test_problems: Count = 256
+    threshold: Fraction = 1.0
+    seed: int = 0
+
+
+TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask, Field(discriminator="kind")]
+
+
+class ModelSection(Section):
+    """Where a model comes from.
+
+    `source`: "embedded:NAME" (shipped with pvg), "gguf:PACKAGE" (a GGUF file inside an installed package), or the
+    path of a Hugging Face directory.
+    """
+
+    source: str = "embedded:modchain-prover"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Models(Section):
+    prover: ModelSection = ModelSection()
+    verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
+    device: str = "auto"
+    threads: Annotated[int, Field(ge=0)] = 0  # 0: as many as the machine has cores
+
+
+class Rollouts(Section):
+    """How solutions are sampled."""
+
+    engine: Literal["torch"] = "torch"
+    group_size: Count = 8
+    max_tokens: Count = 48
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_rows: Count = 256  # rows decoded together
+    concurrency: Count = 1024  # requests in flight
+    logprobs: Literal["sampled", "recomputed"] = "sampled"
+    prompts: Literal["tag", "chat", "plain"] = "tag"
+
+
+class Verifier(Section):
+    """The verifier's head, its loss and its scorer."""
+
+    head: Literal["scalar", "implicit", "yes_token"] = "implicit"
+    loss: Literal["bradley_terry", "cross_entropy"] = "bradley_terry"
+    score_penalty: Annotated[float, Field(ge=0.0)] = 0.005  # lambda of V^2
+    beta: Positive = 1.0  # scale of the implicit head
+    steps: Count = 100
+    pairs: Count = 64  # pairs per optimizer step
+    micro_batch_tokens: Count = 16_384
+    learning_rate: Positive = 3e-4
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup: Annotated[int, Field(ge=0)] = 10
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    gradient_clip: Positive = 1.0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # share of the mint's problems kept for calibration and AUC
+    acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9  # share of correct solutions that the threshold accepts
+    cache_entries: Count = 100_000
+    score_tokens: Count = 16_384  # tokens per scoring batch
+
+
+class Training(Section):
+    """Prover training: one step is one optimizer step over a batch of groups."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"] = "grpo"
+    groups: Count = 32  # groups sampled per batch
+    steps: Annotated[int, Field(ge=0)] = 60
+    minibatches: Count = 1  # optimizer steps per sampled batch
+    micro_batch_tokens: Count = 16_384
+    micro_batch_rollouts: Count | None = None
+    accumulation_steps: Count | None = None  # None: as many as the token budget needs
+    learning_rate: Positive = 1e-4
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    warmup: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    gradient_clip: Positive = 1.0
+    kl: Annotated[float, Field(ge=0.0)] = 0.02
+    clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
+    clip_high: Annotated[float, Field(gt=0.0)] | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
+    gradient_checkpointing: bool = False
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0  # dapo's soft overlong reward starts this many tokens early
+
+
+class Game(Section):
+    """Rounds, roles, rewards, mixture and stop rule."""
+
+    rounds: Count = 3
+    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] = "src"
+    misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
+    cgc_floor: float = -2.0  # V0 of cgc, and decoupled's misaligned reward
+    sneaky_share: Fraction = 0.5
+    mint_problems: Count = 256
+    mint_samples: Count = 8  # solutions per problem, shared by the sources
+    mixture: Literal["equal", "exponential", "geometric", "window", "latest"] = "equal"
+    mixture_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    mixture_window: Count = 2
+    stop: Literal["steps", "score_parity"] = "steps"
+    stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
+    stop_min_steps: Annotated[int, Field(ge=0)] = 10
+
+
+class Evaluation(Section):
+    """Fresh samples taken at the end of each round, on problems nobody trained on."""
+
+    problems: Count = 128
+    samples: Count = 2  # per problem and role
+
+
+class WeightsSection(Section):
+    publish_every: Count = 1  # optimizer steps between published versions
+
+
+class Telemetry(Section):
+    refresh_per_second: Positive = 8.0
+    sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
+    zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same
+    truncation: Fraction = 0.5  # alert above this share of rollouts that hit the length limit
+
+
+class Store(Section):
+    root: Path = Path("runs")
+    commit_every: Count = 10  # optimizer steps between commit points
+
+
+class Experiment(Section):
+    """A whole experiment, resolved. `arithmetic()` shows the numbers derived from it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "modchain"
+    seed: Annotated[int, Field(ge=0)] = 0
+    task: TaskSection = ModchainTask()
+    models: Models = Models()
+    rollout: Rollouts = Rollouts()
+    verifier: Verifier = Verifier()
+    training: Training = Training()
+    weights: WeightsSection = WeightsSection()
+    game: Game = Game()
+    evaluation: Evaluation = Evaluation()
+    telemetry: Telemetry = Telemetry()
+    store: Store = Store()
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Experiment:
+        for complaint in _impossibilities(self):
+            raise ValueError(complaint)
+        return self
+
+    def arithmetic(self) -> BatchArithmetic:
+        """The batch sizes that follow from the settings."""
+        training, rollout = self.training, self.rollout
+        rollouts = training.groups * rollout.group_size
+        per_step = rollouts // training.minibatches
+        longest = rollout.max_tokens + PROMPT_ALLOWANCE
+        by_tokens = max(1, training.micro_batch_tokens // longest)
+        micro = min(by_tokens, per_step, training.micro_batch_rollouts or per_step)
+        return BatchArithmetic(
+            groups=training.groups,
+            group_size=rollout.group_size,
+            rollouts_per_batch=rollouts,
+            optimizer_steps_per_batch=training.minibatches,
+            rollouts_per_optimizer_step=per_step,
+            micro_batch_rollouts=micro,
+            accumulation_steps=training.accumulation_steps or -(-per_step // micro),
+            completion_tokens_per_batch=rollouts * rollout.max_tokens,
+            mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples,
+            verifier_pairs_per_round=self.verifier.steps * self.verifier.pairs,
+            prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
+            optimizer_steps=self.game.rounds * (self.verifier.steps + training.steps),
+        )
+
+    def hash(self) -> str:
+        """A digest of everything that changes what is computed."""
+        return hashlib.sha256(orjson.dumps(self.hashed(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+    def hashed(self) -> dict[str, Any]:
+        """The settings a resumed run must share with the run it resumes, as plain data."""
+        return {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON-compatible data; unset (None) settings are left out, as TOML has no null."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.plain())
+
+
+# Tokens the derived numbers assume for a prompt; the true longest prompt is checked when the problems are rendered.
+PROMPT_ALLOWANCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """Numbers derived from the settings (counts; tokens are the most there can be)."""
+
+    groups: int
+    group_size: int
+    rollouts_per_batch: int
+    optimizer_steps_per_batch: int
+    rollouts_per_optimizer_step: int
+    micro_batch_rollouts: int
+    accumulation_steps: int
+    completion_tokens_per_batch: int
+    mint_rollouts_per_round: int
+    verifier_pairs_per_round: int
+    prover_rollouts_per_round: int
+    optimizer_steps: int
+
+
+def _impossibilities(experiment: Experiment) -> list[str]:
+    """Combinations of single valid settings that cannot work; each sentence names the keys and a remedy."""
+    training, rollout, verifier = experiment.training, experiment.rollout, experiment.verifier
+    rollouts = training.groups * rollout.group_size
+    longest = rollout.max_tokens + 1
+    found = []
+    if rollout.group_size == 1 and training.loss in GROUP_NORMALISED_LOSSES:
+        found.append(
+            f"rollout.group_size = 1 leaves {training.loss} no group to take a mean of: every advantage would be 0; "
+            "set rollout.group_size to 2 or more"
+        )
+    if rollouts % training.minibatches:
+        found.append(
+            f"training.minibatches = {training.minibatches} does not divide the batch of {rollouts} rollouts "
+            f"(training.groups x rollout.group_size)"
+        )
+    per_step = rollouts // training.minibatches
+    micro = training.micro_batch_rollouts
+    if micro is not None and micro > per_step:
+        found.append(
+            f"training.micro_batch_rollouts = {micro} is larger than its batch of {per_step} rollouts; "
+            f"set it to at most {per_step}, or leave it out"
+        )
+    if training.accumulation_steps is not None and training.accumulation_steps > per_step:
+        found.append(
+            f"training.accumulation_steps = {training.accumulation_steps} would make micro-batches of less than "
+            f"one rollout out of {per_step}"
+        )
+    for key, budget, rows in (
+        ("training.micro_batch_tokens", training.micro_batch_tokens, 1),
+        ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2),
+        ("verifier.score_tokens", verifier.score_tokens, 1),
+    ):
+        if budget < rows * longest:
+            what = "one rollout" if rows == 1 else "one pair"
+            found.append(
+                f"{key} = {budget} fits no batch: {what} may take {rows * longest} tokens or more "
+                f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it or shorten the completions"
+            )
+    if rollout.logprobs == "sampled" and (rollout.top_p < 1.0 or rollout.top_k > 0) and training.steps > 0:
+        found.append(
+            "rollout.top_p < 1 or rollout.top_k > 0 samples from a cut distribution that the trainer's policy does "
+            'not share; set rollout.logprobs = "recomputed", or sample from the whole distribution'
+        )
+    if rollout.max_rows > rollout.concurrency:
+        found.append(
+            f"rollout.max_rows = {rollout.max_rows} can never be filled by rollout.concurrency = "
+            f"{rollout.concurrency} requests; lower the one or raise the other"
+        )
+    if experiment.game.reward in ("src", "cgc", "decoupled") and experiment.game.sneaky_share in (0.0, 1.0):
+        found.append(
+            f"game.reward = {experiment.game.reward!r} is for two roles, but game.sneaky_share = "
+            f"{experiment.game.sneaky_share} leaves one; set it between 0 and 1, or take 'goodhart' or 'correctness'"
+        )
+    if experiment.game.mint_samples < 2:
+        found.append("game.mint_samples must be at least 2: a pair needs a correct and an incorrect solution")
+    if experiment.evaluation.samples < 1:
+        found.append("evaluation.samples must be at least 1")
+    return found
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
+    """The file of experiment `name`: a path, or a name in ./experiments, or one shipped with pvg.
+
+    Raises UsageError naming the known experiments and the nearest one.
+    """
+    candidate = Path(name)
+    if candidate.suffix == ".toml":
+        if candidate.is_file():
+            return candidate
+        raise UsageError(f"There is no experiment file {candidate}.", "Give a path to a TOML file, or a name.")
+    places = [directory, *shipped_directories()]
+    for place in places:
+        if (place / f"{name}.toml").is_file():
+            return place / f"{name}.toml"
+    known = sorted({path.stem for place in places for path in place.glob("*.toml")})
+    hint = nearest(name, known)
+    raise UsageError(
+        f"There is no experiment {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+        f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def shipped_directories() -> list[Path]:
+    """Where the experiments that come with pvg lie: in a wheel, or beside the package in a checkout."""
+    package = Path(pvg.__file__).parent
+    return [place for place in (package / "_experiments", package.parent / "experiments") if place.is_dir()]
+
+
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read `path`, apply `key=value` overrides in order, validate.
+
+    Raises ConfigurationError with the key, the file (or the override) it came from, and the nearest valid key.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"There is no experiment file {path}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
+    origins: dict[str, str] = {}
+    for override in overrides:
+        key, value = parse_override(override)
+        _assign(data, key, value)
+        origins[key] = f"--set {override}"
+    return build_experiment(data, str(path), origins)
+
+
+def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
+    """Validate plain data. `origin` and `overrides` (key -> where it was set) only serve the error message."""
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, origin, overrides or {}) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value` -> (key, value). The value is TOML where it parses as TOML, a plain string where it does not."""
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise UsageError(f"--set {text!r} is not of the form key=value.", "For example: --set training.steps=30")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value.strip()
+
+
+def _assign(data: dict[str, Any], key: str, value: Any) -> None:
+    *sections, leaf = key.split(".")
+    node = data
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
+    node[leaf] = value
+
+
+def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> ConfigurationError:
+    """The first complaint of pydantic, in one line a user can act on."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part not in TASK_KINDS)
+    where = overrides.get(key, origin)
+    suffix = f" ({where})" if where else ""
+    if first["type"] == "extra_forbidden":
+        hint = nearest(key, valid_keys()) or nearest(
+            key.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in valid_keys()]
+        )
+        return ConfigurationError(
+            f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),
+            "See `pvg config schema` for all keys.",
+        )
+    if first["type"] == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+        return ConfigurationError(f"{message}{suffix}.")
+    if first["type"].startswith("union_tag"):
+        return ConfigurationError(f"task.kind must be one of {', '.join(TASK_KINDS)}{suffix}.")
+    given = repr(first["input"])
+    return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
+
+
+TASK_KINDS = ("modchain", "gsm8k", "reasoning_gym")
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key an experiment file may hold."""
+    keys: list[str] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, info in model.model_fields.items():
+            annotation = info.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                walk(annotation, f"{prefix}{name}.")
+            elif name == "task":
+                for task in (ModchainTask, Gsm8kTask, ReasoningGymTask):
+                    walk(task, "task.")
+            else:
+                keys.append(f"{prefix}{name}")
+
+    walk(Experiment, "")
+    return list(dict.fromkeys(keys))
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The known word most like `word`, if any is alike."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: before -> after` for every setting that differs, sorted by key."""
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {_shown(old)} -> {_shown(new)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else orjson.dumps(value).decode()

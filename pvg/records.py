@@ -1,0 +1,128 @@
+"""The plain records that travel between the packages. No torch here: these are stored, sent and compared.
+
+Invariant: a rollout keeps for life what the sampler knew (token ids, log-probs, policy versions), so that nothing
+is tokenised twice and no second forward pass is needed to learn what was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+Split = Literal["train", "test"]
+Half = Literal["prover", "verifier"]
+FinishReason = Literal["stop", "length"]
+
+BASE_SOURCE = "base"
+
+
+class Role(StrEnum):
+    """The two roles that one prover plays through two prompts."""
+
+    HELPFUL = "helpful"
+    SNEAKY = "sneaky"
+
+    @property
+    def number(self) -> int:
+        """h in the reward formulas: 1 for helpful, 0 for sneaky."""
+        return int(self is Role.HELPFUL)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with a reference answer. `id` is stable across runs, machines and versions of this package."""
+
+    id: str
+    question: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What a task says of one completion.
+
+    `correct` is the ground truth that verifier labels are made of; `well_formed` is False for a completion that is
+    no solution at all (no final answer, broken format): such a one is never role-aligned (see pvg.game.rewards).
+    `answer` is the answer found, `note` one short human sentence such as "wrong sum in step 3".
+    """
+
+    correct: bool
+    well_formed: bool
+    answer: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens from index `start` (of the completion) on were sampled by policy `version`."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: waiting in the engine's queue, and being decoded."""
+
+    queued_s: float = 0.0
+    service_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled solution and everything that is known of it.
+
+    Shapes: `prompt_ids` int32 [P], `completion_ids` int32 [C] (the stop token included when it was sampled),
+    `logprobs` float32 [C], in nats, of the distribution that was sampled from (temperature and top-p applied).
+    `source` names the prover that wrote it: "base", or "round-000" for the prover trained in round 0.
+    `group` numbers the group (same problem, same role, same call) within its phase.
+    """
+
+    id: str
+    problem_id: str
+    question: str
+    reference: str
+    role: Role
+    round: int
+    source: str
+    step: int
+    group: int
+    prompt_ids: Int32
+    completion_ids: Int32
+    logprobs: Float32
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    text: str
+    grade: Grade
+    timing: Timing = Timing()
+    score: float | None = None
+    verifier_version: str | None = None
+    reward: float | None = None
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version among its tokens: what staleness is counted from."""
+        return min(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rollouts of one problem and one role, sampled together: the unit of group-normalised advantages."""
+
+    problem: Problem
+    role: Role
+    rollouts: Sequence[Rollout]
+
+
+def source_of_round(round_: int) -> str:
+    """The source name of the prover trained in `round_`."""
+    return f"round-{round_:03d}"
