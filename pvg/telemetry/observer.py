@@ -1,0 +1,64 @@
+"""How a run tells whoever watches what it is doing: the live display, a test, or nobody.
+
+A run calls an observer from its event loop, often; an observer must return at once and must not raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseInfo:
+    """A phase that begins or ends. `total` counts its units of work (rollouts or optimizer steps), `done` those
+    finished already, which is not 0 after a resume."""
+
+    round: int
+    rounds: int
+    phase: str
+    unit: str
+    total: int
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done` of the phase's units, the newest metrics, and the seconds by part of the step that just ended."""
+
+    done: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    budget: Mapping[str, float] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    def phase_started(self, info: PhaseInfo) -> None: ...
+
+    def progressed(self, progress: Progress) -> None: ...
+
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None: ...
+
+    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None: ...
+
+    def alerted(self, name: str, message: str) -> None: ...
+
+    def noticed(self, message: str) -> None:
+        """Something worth a line: a recovery, a commit on Ctrl-C, a model being loaded."""
+        ...
+
+
+class SilentObserver:
+    """Watches nothing."""
+
+    def phase_started(self, info: PhaseInfo) -> None: ...
+
+    def progressed(self, progress: Progress) -> None: ...
+
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None: ...
+
+    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None: ...
+
+    def alerted(self, name: str, message: str) -> None: ...
+
+    def noticed(self, message: str) -> None: ...
