@@ -1,0 +1,48 @@
+# make train   play the embedded prover-verifier game (installs into .venv first)
+# make test    lint, type check and tests
+# make help    all targets
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+install: $(STAMP)  ## make .venv and install pvg with its development tools
+
+train: $(STAMP)  ## play the embedded game: 3 rounds, at most 5 minutes on 2 cores
+	$(BIN)/pvg train
+
+test: $(STAMP) lint types  ## everything CI runs
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+format: $(STAMP)  ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
+	$(BIN)/python -m pvg.models.embedded_training all
+
+clean:  ## remove the environment and caches (runs are kept)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: help install train test lint types format models clean
