@@ -1,0 +1,148 @@
+"""Log-probs of completion tokens without the [tokens, vocabulary] matrix of a batch.
+
+The head is applied only to the hidden states that predict completion tokens, and to a chunk of them at a time; when
+gradients are on, each chunk is recomputed in the backward pass instead of being kept.
+
+Invariant: the logits are those of the model's own forward. What a model does to its logits after the head (a soft cap,
+a scale) is done here too; a model whose logits cannot be reproduced so is refused, never scored wrongly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pvg.errors import ConfigurationError
+
+# 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or all of a micro-batch for a character tokenizer.
+DEFAULT_LOGITS_CHUNK = 4_194_304
+# How far the logits made here may be from the model's own, relative to the largest one, for each kind of rounding.
+_TOLERANCE_FLOAT32 = 1e-4
+_TOLERANCE_BFLOAT16 = 2e-2
+# Set on a module once its logits were found to be reproduced, so that it is asked once and not on every call.
+_CHECKED = "_pvg_logits_checked"
+
+
+def completion_logprobs(
+    module: nn.Module,
+    input_ids_BL: Tensor,
+    lengths_B: Tensor,
+    prompt_lengths_B: Tensor,
+    *,
+    temperature: float = 1.0,
+    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+) -> Tensor:
+    """logprobs_BL float32, nats: [b, t] = log p(token t | tokens < t) if prompt_lengths[b] <= t < lengths[b], else 0.
+
+    `module` is any transformers *ForCausalLM; `input_ids_BL` int64 is padded to the right (a causal model never looks
+    there, so no mask is needed); p is the softmax of logits / temperature. Differentiable. At most `logits_chunk`
+    logits exist at a time.
+
+    Raises ConfigurationError when one token's logits are more than `logits_chunk`, or when the model's logits are not
+    reproduced by its decoder and head; ValueError for lengths that make no sense.
+    """
+    _check_lengths(input_ids_BL, lengths_B, prompt_lengths_B, temperature)
+    check_logits(module)
+    model = cast(Any, module)
+    hidden_BLD = model.get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+
+    positions_L = torch.arange(input_ids_BL.shape[1], device=input_ids_BL.device)
+    wanted_BL = (positions_L >= prompt_lengths_B[:, None]) & (positions_L < lengths_B[:, None])
+    rows_N, columns_N = wanted_BL.nonzero(as_tuple=True)
+    hidden_ND = hidden_BLD[rows_N, columns_N - 1]
+    targets_N = input_ids_BL[rows_N, columns_N]
+
+    logprobs_N = _chunked_logprobs(module, hidden_ND, targets_N, temperature, logits_chunk)
+    empty_BL = torch.zeros(input_ids_BL.shape, dtype=torch.float32, device=input_ids_BL.device)
+    return empty_BL.index_put((rows_N, columns_N), logprobs_N)
+
+
+def check_logits(module: nn.Module) -> None:
+    """Ask `module` once whether its decoder and head, as used here, give its own logits.
+
+    Raises ConfigurationError naming the model class when they do not.
+    """
+    if module.__dict__.get(_CHECKED):
+        return
+    model = cast(Any, module)
+    head = model.get_output_embeddings()
+    name = type(module).__name__
+    if head is None or model.config.is_encoder_decoder:
+        raise ConfigurationError(
+            f"{name} is not a causal language model with an output head.", "Choose a *ForCausalLM model."
+        )
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()  # dropout would make two forwards differ
+    with torch.no_grad():
+        ids_12 = torch.arange(2, device=head.weight.device)[None] % head.weight.shape[0]
+        expected_V = model(input_ids=ids_12, use_cache=False).logits[0, -1].float()
+        hidden_D = model.get_decoder()(input_ids=ids_12, use_cache=False).last_hidden_state[0, -1:]
+        found_V = _logits(module, hidden_D)[0]
+    for part, training in modes:
+        part.training = training
+    exact = head.weight.dtype == torch.float32 and not torch.is_autocast_enabled(head.weight.device.type)
+    tolerance = _TOLERANCE_FLOAT32 if exact else _TOLERANCE_BFLOAT16
+    same_shape = found_V.shape == expected_V.shape
+    if not same_shape or not bool((found_V - expected_V).abs().max() <= tolerance * expected_V.abs().max()):
+        raise ConfigurationError(
+            f"{name} changes its logits after the output head in a way pvg does not know: log-probs would be wrong.",
+            "Choose another model, or teach pvg.models.logprobs this one.",
+        )
+    module.__dict__[_CHECKED] = True
+
+
+def _check_lengths(input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, temperature: float) -> None:
+    rows, longest = input_ids_BL.shape
+    if lengths_B.shape != (rows,) or prompt_lengths_B.shape != (rows,):
+        raise ValueError(f"lengths {tuple(lengths_B.shape)} and {tuple(prompt_lengths_B.shape)} for {rows} rows")
+    if not bool(((prompt_lengths_B >= 1) & (prompt_lengths_B <= lengths_B) & (lengths_B <= longest)).all()):
+        raise ValueError("lengths must satisfy 1 <= prompt length <= length <= width of input_ids")
+    if not temperature > 0.0:
+        raise ValueError(f"temperature must be above 0, not {temperature}")
+
+
+def _chunked_logprobs(
+    module: nn.Module, hidden_ND: Tensor, targets_N: Tensor, temperature: float, logits_chunk: int
+) -> Tensor:
+    vocabulary = cast(Any, module).get_output_embeddings().weight.shape[0]
+    tokens = logits_chunk // vocabulary
+    if tokens < 1:
+        raise ConfigurationError(
+            f"logits_chunk = {logits_chunk} is less than one token's {vocabulary} logits.",
+            f"Set training.logits_chunk to {vocabulary} or more.",
+        )
+
+    def of_chunk(hidden_CD: Tensor, targets_C: Tensor) -> Tensor:
+        logits_CV = _logits(module, hidden_CD)
+        if temperature != 1.0:
+            logits_CV = logits_CV / temperature
+        return logits_CV.gather(1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(dim=1)
+
+    recompute = torch.is_grad_enabled()
+    chunks = []
+    for hidden_CD, targets_C in zip(torch.split(hidden_ND, tokens), torch.split(targets_N, tokens), strict=True):
+        if recompute:  # nothing random happens in a head, so there is no generator state to restore
+            chunk = checkpoint(of_chunk, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
+        else:
+            chunk = of_chunk(hidden_CD, targets_C)
+        chunks.append(cast(Tensor, chunk))
+    return torch.cat(chunks)
+
+
+def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:
+    """logits_NV float32: the head, then what some families do after it (all of these are off in most models)."""
+    model = cast(Any, module)
+    settings = model.config.get_text_config()
+    logits_NV: Tensor = model.get_output_embeddings()(hidden_ND).float()
+    if scale := getattr(settings, "logit_scale", None):  # Cohere
+        logits_NV = logits_NV * scale
+    if divisor := getattr(settings, "logits_scaling", None):  # Granite
+        logits_NV = logits_NV / divisor
+    if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
+        logits_NV = logits_NV * multiplier
+    if cap := getattr(settings, "final_logit_softcapping", None):  # Gemma 2 and later
+        logits_NV = torch.tanh(logits_NV / cap) * cap
+    return logits_NV
