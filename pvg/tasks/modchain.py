@@ -1,0 +1,211 @@
+"""Chains of modular sums, made on the fly: the task of the embedded game.
+
+    question  7+5+8+3+6?
+    solution  7+5=2;2+8=0;0+3=3;3+6=9;A9
+
+Each step adds the next operand to the running value, modulo `modulus`; `A` gives the final answer. A solution is long
+enough to hide a flaw in and short enough for a model of a million parameters.
+
+Invariants: ids name their problem (`modchain-10-7+5+8+3+6`: modulus, operands), so they are equal wherever the problem
+is; no problem is drawn twice, hence train and test are disjoint; the draws are hashes of the seed and depend on no
+library's random numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import ModchainTask
+from pvg.records import Grade, Problem, Split
+
+# A space of at most this many times the problems asked of it is shuffled whole: drawing from it until something new
+# comes up would take ever longer as it empties.
+SHUFFLE_BELOW = 4
+# Enough hash bytes that their remainder modulo 100**64 (426 bits) is uniform to within 2**-80.
+DRAW_BYTES = 64
+
+NUMBER = "(0|[1-9][0-9]?)"
+STEP = re.compile(rf"{NUMBER}\+{NUMBER}={NUMBER};")
+ANSWER = re.compile(rf"A{NUMBER}")
+
+
+class Modchain:
+    """The modchain task of one section."""
+
+    def __init__(self, section: ModchainTask) -> None:
+        """Raises ConfigurationError when the settings have fewer distinct problems than are asked for."""
+        self._section = section
+        lengths = range(section.min_terms, section.max_terms + 1)
+        distinct = sum(section.modulus**terms for terms in lengths)
+        asked = section.problems + section.test_problems
+        if asked > distinct:
+            raise ConfigurationError(
+                f"task.problems + task.test_problems = {asked}, but there are only {distinct} distinct chains of "
+                f"{section.min_terms} to {section.max_terms} terms modulo {section.modulus}.",
+                "Ask for fewer problems, or raise task.max_terms or task.modulus.",
+            )
+
+    def problems(self, split: Split) -> Iterator[Problem]:
+        """The problems of `split`. The test problems are drawn first, so they stay when `problems` is changed."""
+        section = self._section
+        chains = distinct_chains(section)
+        if split == "test":
+            drawn = itertools.islice(chains, section.test_problems)
+        else:
+            drawn = itertools.islice(chains, section.test_problems, section.test_problems + section.problems)
+        return (chain_problem(operands, section.modulus) for operands in drawn)
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        """Correct: well-formed, and the final answer equals the reference, whatever the steps say.
+
+        Well-formed: the whole text is one step or more (`a+b=c;`, numbers below the modulus, no leading zeros), then
+        `A<n>`, and nothing behind it. The note names the first flaw of the steps; it is empty for a flawless chain, and
+        a correct answer may still carry one (two mistakes can cancel out).
+        """
+        operands, modulus = operands_of(problem)
+        parsed = parse_solution(completion, modulus)
+        if isinstance(parsed, str):
+            return Grade(correct=False, well_formed=False, note=f"malformed: {parsed}")
+        answer = str(parsed.answer)
+        return Grade(
+            correct=answer == problem.answer,
+            well_formed=True,
+            answer=answer,
+            note=first_flaw(parsed, operands, modulus),
+        )
+
+
+# --- problems ----------------------------------------------------------------------------------------------------
+
+
+def chain_problem(operands: Sequence[int], modulus: int) -> Problem:
+    """The problem of summing `operands` modulo `modulus`; metadata holds both (`terms`, `modulus`)."""
+    chain = "+".join(map(str, operands))
+    return Problem(
+        id=f"modchain-{modulus}-{chain}",
+        question=f"{chain}?",
+        answer=str(sum(operands) % modulus),
+        metadata={"terms": tuple(operands), "modulus": modulus},
+    )
+
+
+def operands_of(problem: Problem) -> tuple[tuple[int, ...], int]:
+    """The operands and the modulus of a modchain problem."""
+    return tuple(problem.metadata["terms"]), int(problem.metadata["modulus"])
+
+
+def distinct_chains(section: ModchainTask) -> Iterator[tuple[int, ...]]:
+    """Operands of distinct problems for as long as there are any; numbers of terms are about equally frequent."""
+    asked = section.problems + section.test_problems
+    streams = {
+        terms: _numbers_below(section.modulus**terms, asked, f"{section.seed}/{section.modulus}/{terms}")
+        for terms in range(section.min_terms, section.max_terms + 1)
+    }
+    for count in itertools.count():
+        if not streams:
+            return
+        lengths = list(streams)
+        terms = lengths[_draw(f"{section.seed}/{section.modulus}/length/{count}", len(lengths))]
+        number = next(streams[terms], None)
+        if number is None:
+            del streams[terms]  # this length is used up: the longer ones go on
+            continue
+        yield tuple(number // section.modulus**place % section.modulus for place in range(terms))
+
+
+def _numbers_below(space: int, asked: int, key: str) -> Iterator[int]:
+    """Distinct numbers below `space` in an order that follows from `key`."""
+    if space <= SHUFFLE_BELOW * asked:
+        yield from sorted(range(space), key=lambda number: hashlib.sha256(f"{key}/{number}".encode()).digest())
+        return
+    seen: set[int] = set()
+    for count in itertools.count():
+        number = _draw(f"{key}/{count}", space)
+        if number not in seen:
+            seen.add(number)
+            yield number
+
+
+def _draw(key: str, below: int) -> int:
+    """A number below `below`, uniform over keys."""
+    return int.from_bytes(hashlib.shake_256(key.encode()).digest(DRAW_BYTES)) % below
+
+
+# --- solutions ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A well-formed solution: steps (first operand, second operand, stated sum) and the final answer."""
+
+    steps: tuple[tuple[int, int, int], ...]
+    answer: int
+
+
+def parse_solution(text: str, modulus: int) -> Solution | str:
+    """The solution that `text` is, or what is malformed in it."""
+    steps: list[tuple[int, int, int]] = []
+    position = 0
+    while match := STEP.match(text, position):
+        first, second, total = (int(number) for number in match.groups())
+        steps.append((first, second, total))
+        if max(steps[-1]) >= modulus:
+            return f"number out of range in step {len(steps)}"
+        position = match.end()
+    final = ANSWER.match(text, position)
+    if final is None:
+        return "no final answer" if "A" not in text[position:] else f"broken step {len(steps) + 1}"
+    if final.end() != len(text):
+        return "text after the final answer"
+    if int(final[1]) >= modulus:
+        return "final answer out of range"
+    if not steps:
+        return "no steps"
+    return Solution(tuple(steps), int(final[1]))
+
+
+def first_flaw(solution: Solution, operands: Sequence[int], modulus: int) -> str:
+    """The first flaw of a well-formed solution in a few words, "" for none.
+
+    A flawed second operand is *swapped* when it occurs in the problem, and *wrong* (invented) when it does not; where
+    leaving out or adding steps explains all the operands that follow, the flaw is a dropped or an extra step.
+    """
+    expected = operands[1:]
+    used = [second for _, second, _ in solution.steps]
+    running = operands[0]
+    for index, (first, second, total) in enumerate(solution.steps):
+        if index == len(expected):
+            return "extra step"
+        if (first, second) != (running, expected[index]):
+            return _operand_flaw(index, first, running, used, operands)
+        if total != (first + second) % modulus:
+            return f"wrong sum in step {index + 1}"
+        running = total
+    if len(used) < len(expected):
+        return "dropped step"
+    return "" if solution.answer == running else "wrong final answer"
+
+
+def _operand_flaw(index: int, first: int, running: int, used: Sequence[int], operands: Sequence[int]) -> str:
+    """What is wrong with the operands of step `index`; `used` are the second operands of all steps."""
+    expected = operands[1:]
+    second, wanted = used[index], expected[index]
+    if first != running:
+        swapped = (first, second) == (wanted, running)
+    elif len(used) < len(expected) and _is_subsequence(used[index:], expected[index + 1 :]):
+        return "dropped step"
+    elif len(used) > len(expected) and _is_subsequence(expected[index:], used[index + 1 :]):
+        return "extra step"
+    else:
+        swapped = second in operands
+    return f"{'swapped' if swapped else 'wrong'} operand in step {index + 1}"
+
+
+def _is_subsequence(short: Sequence[int], long: Sequence[int]) -> bool:
+    rest = iter(long)
+    return all(number in rest for number in short)
