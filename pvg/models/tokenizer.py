@@ -1,0 +1,86 @@
+"""One tokenizer interface for every model: text to int32 ids and back, the chat template, and a fingerprint.
+
+Invariant: two tokenizers with one fingerprint give every text the same ids, so their models may share token ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import orjson
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.records import Int32
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Parts of tokenizer.json that say nothing of which ids a text gets: state of earlier calls, and the special tokens that
+# are added around a text, which `encode` never adds.
+UNFINGERPRINTED = ("version", "truncation", "padding", "post_processor")
+
+
+class Tokenizer:
+    """Wraps a fast tokenizer of transformers. `eos_id` ends a completion; `pad_id` fills rows and is never read."""
+
+    eos_id: int
+    pad_id: int
+    vocab_size: int
+    fingerprint: str
+
+    def __init__(self, fast: PreTrainedTokenizerFast, name: str = "tokenizer") -> None:
+        if not getattr(fast, "is_fast", False):
+            raise ConfigurationError(f"The tokenizer of {name} has no tokenizer.json.", "Save it as a fast tokenizer.")
+        if fast.eos_token_id is None:
+            raise ConfigurationError(f"The tokenizer of {name} has no end-of-sequence token.", "Set its eos_token.")
+        self._fast = fast
+        self._name = name
+        self.eos_id = int(fast.eos_token_id)
+        self.pad_id = self.eos_id if fast.pad_token_id is None else int(fast.pad_token_id)
+        self.vocab_size = len(fast)
+        rules = orjson.loads(fast.backend_tokenizer.to_str())
+        # What the model says of itself, not transformers' unk_token: byte-level ones have no unknown text at all.
+        unknown = rules["model"].get("unk_token")
+        self._unknown_id = None if unknown is None else fast.backend_tokenizer.token_to_id(unknown)
+        kept = {key: value for key, value in rules.items() if key not in UNFINGERPRINTED}
+        ends = [self.eos_id, self.pad_id]
+        self.fingerprint = hashlib.sha256(orjson.dumps([kept, ends], option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
+
+    def encode(self, text: str) -> Int32:
+        """`text` as int32 [n], no special tokens added. UsageError for text that the vocabulary cannot express."""
+        encoding = self._fast.backend_tokenizer.encode(text, add_special_tokens=False)
+        ids: Int32 = np.asarray(encoding.ids, dtype=np.int32)
+        if self._unknown_id is not None and bool(np.any(ids == self._unknown_id)):
+            start, end = encoding.offsets[int(np.argmax(ids == self._unknown_id))]
+            raise UsageError(
+                f"The tokenizer of {self._name} cannot express {text[start:end]!r}, found in {text[:60]!r}.",
+                "Use a model whose vocabulary covers the task's text.",
+            )
+        return ids
+
+    def decode(self, ids: Int32) -> str:
+        """The text of `ids` int32 [n]; special tokens are skipped, spaces stay as they are."""
+        return str(self._fast.backend_tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
+        """`messages` (role, content) through the chat template, ready for the assistant's answer: int32 [n].
+
+        Raises ConfigurationError where the tokenizer has no chat template.
+        """
+        if self._fast.chat_template is None:
+            raise ConfigurationError(
+                f"The tokenizer of {self._name} has no chat template.",
+                'Set rollout.prompts to "tag" or "plain", or use an instruction-tuned model.',
+            )
+        text = self._fast.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+        return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def save(self, directory: Path) -> None:
+        """tokenizer.json and tokenizer_config.json into `directory`."""
+        self._fast.save_pretrained(directory)
