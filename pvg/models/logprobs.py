@@ -133,16 +133,19 @@ def _chunked_logprobs(
 
 
 def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:
-    """logits_NV float32: the head, then what some families do after it (all of these are off in most models)."""
-    model = cast(Any, module)
-    settings = model.config.get_text_config()
-    logits_NV: Tensor = model.get_output_embeddings()(hidden_ND).float()
+    """logits_NV float32 of the whole vocabulary."""
+    return finish_logits(module, cast(Any, module).get_output_embeddings()(hidden_ND).float())
+
+
+def finish_logits(module: nn.Module, logits: Tensor) -> Tensor:
+    """What some families do to each float32 logit after the head, elementwise (all of these are off in most models)."""
+    settings = cast(Any, module).config.get_text_config()
     if scale := getattr(settings, "logit_scale", None):  # Cohere
-        logits_NV = logits_NV * scale
+        logits = logits * scale
     if divisor := getattr(settings, "logits_scaling", None):  # Granite
-        logits_NV = logits_NV / divisor
+        logits = logits / divisor
     if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
-        logits_NV = logits_NV * multiplier
+        logits = logits * multiplier
     if cap := getattr(settings, "final_logit_softcapping", None):  # Gemma 2 and later
-        logits_NV = torch.tanh(logits_NV / cap) * cap
-    return logits_NV
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -1,0 +1,258 @@
+"""Verifier heads: a causal language model turned into one score (a logit) per problem and solution.
+
+    verifier = build_verifier(experiment.verifier, open_model(experiment.models.verifier, device))
+    scores_B = verifier(input_ids_BL, lengths_B, prompt_lengths_B)
+
+Rows are padded to the right and a causal model never looks to the right, so no attention mask is needed. Invariants: a
+row's score depends on nothing but the row and the weights; scores are float32 whatever the model's dtype or autocast;
+what a verifier version consists of is `trainable_state`, and its name is the digest of these tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.experiment import Verifier
+from pvg.models.language_model import LanguageModel, ModelClosedError
+from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
+from pvg.models.tokenizer import Tokenizer
+
+# Spellings of the two answers, the likeliest first token of an answer to pvg.verifier.template's question first.
+ANSWERS = (("yes", "no"), ("Yes", "No"), (" yes", " no"), (" Yes", " No"))
+
+
+class VerifierModel(nn.Module):
+    """A backbone and a head. Owns the language model it was built from; `close` frees it.
+
+    `needs_reference` says whether scores need the `reference` of a row, which never changes while the verifier is open
+    and so can be computed once per solution.
+    """
+
+    needs_reference = False
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        super().__init__()
+        self._language_model = language_model
+        self.backbone: nn.Module | None = language_model.module
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._language_model.tokenizer
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of problem and solution together."""
+        return self._language_model.max_length
+
+    @property
+    def device(self) -> torch.device:
+        return self._language_model.device
+
+    def forward(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+    ) -> Tensor:
+        """scores_B float32 (logits), differentiable. `input_ids_BL` int64, padded to the right.
+
+        The solution's tokens are those from `prompt_lengths[b]` to `lengths[b]`; `reference_B` is what `reference`
+        gives for these rows, computed here when it is not given.
+
+        Raises ConfigurationError for rows longer than the model takes, ModelClosedError after `close`.
+        """
+        if input_ids_BL.shape[1] > self.max_length:
+            raise ConfigurationError(
+                f"A problem and its solution take {input_ids_BL.shape[1]} tokens, but the verifier "
+                f"{self._language_model.name!r} takes at most {self.max_length}.",
+                "Shorten the completions (rollout.max_tokens), or choose a verifier with a longer context.",
+            )
+        return self._scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B)
+
+    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+        """The part of a score that training never changes: float32 [B], without a gradient. Zeros for most heads."""
+        return torch.zeros(input_ids_BL.shape[0], dtype=torch.float32, device=input_ids_BL.device)
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """The tensors that training changes, each once, detached but not copied."""
+        self._open_backbone()
+        return {name: weight.detach() for name, weight in self.named_parameters() if weight.requires_grad}
+
+    def load_trainable_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy in what `trainable_state` gave. Either all tensors are loaded or none.
+
+        Raises ConfigurationError for a name that is missing or unknown and for a shape that differs.
+        """
+        weights = self.trainable_state()
+        for name in sorted(weights.keys() ^ tensors.keys()):
+            what = "are missing" if name in weights else "hold the unknown"
+            raise self._misfit(f"{what} {name!r}")
+        for name, weight in weights.items():
+            if tensors[name].shape != weight.shape:
+                raise self._misfit(f"have {name!r} as {tuple(tensors[name].shape)}, not {tuple(weight.shape)}")
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tensors[name])
+
+    def version(self) -> str:
+        """A digest of `trainable_state`: names, dtypes, shapes and bytes. Equal weights have equal versions."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, weight in sorted(self.trainable_state().items()):
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+            # As bytes: numpy has no bfloat16.
+            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Free the weights. Closing twice does nothing; any other use afterwards raises ModelClosedError."""
+        self.backbone = None
+        self._language_model.close()
+
+    def _scores(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
+    ) -> Tensor:
+        raise NotImplementedError  # a head defines this
+
+    def _open_backbone(self) -> Any:
+        if self.backbone is None:
+            raise ModelClosedError(f"verifier {self._language_model.name!r} is closed")
+        return self.backbone
+
+    def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        """The hidden state of each row's last token: float32 [B, D]."""
+        hidden_BLD = self._open_backbone().get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        rows_B = torch.arange(input_ids_BL.shape[0], device=input_ids_BL.device)
+        return cast(Tensor, hidden_BLD[rows_B, lengths_B - 1].float())
+
+    def _misfit(self, what: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"The weights do not fit verifier {self._language_model.name!r}: they {what}.",
+            "Load the weights of the same architecture and head.",
+        )
+
+
+class ScalarHead(VerifierModel):
+    """V = w . h + b on the hidden state h of the last token. w and b start at 0: every solution scores 0 untrained."""
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        super().__init__(language_model)
+        backbone = self._open_backbone()
+        size = backbone.get_input_embeddings().weight.shape[1]
+        device = language_model.device
+        self.weight_D = nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+        output, embeddings = backbone.get_output_embeddings(), backbone.get_input_embeddings()
+        if output is not None and output.weight is not embeddings.weight:
+            output.requires_grad_(False)  # not part of any score, so not part of a version
+
+    def _scores(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
+    ) -> Tensor:
+        # A product and a sum instead of a matrix product: autocast would round the latter to bfloat16.
+        return (self._last_hidden(input_ids_BL, lengths_B) * self.weight_D).sum(1) + self.bias
+
+
+class ImplicitHead(VerifierModel):
+    """V = beta sum_t (log pi_phi(z_t) - log pi_ref(z_t)) + b over the solution's tokens z_t; b is learned, from 0.
+
+    pi_ref is a frozen copy of the model's own start. Source: the implicit reward of PRIME (arXiv 2502.01456) and of the
+    work before it, used as a verifier. An untrained one scores every solution 0.
+    """
+
+    needs_reference = True
+
+    def __init__(self, language_model: LanguageModel, beta: float) -> None:
+        super().__init__(language_model)
+        self.beta = beta
+        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
+        # Not a submodule: it is no part of what is trained, saved or versioned.
+        self._reference_model = language_model.copy()
+        self._reference_model.module.requires_grad_(False)
+
+    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+        """sum_t log pi_ref(z_t) of each row in nats: float32 [B], without a gradient.
+
+        In the precision of the caller's autocast, like the scores themselves: at the start both sums are then equal.
+        """
+        with torch.no_grad():
+            start = self._reference_model.module
+            return completion_logprobs(start, input_ids_BL, lengths_B, prompt_lengths_B).sum(1)
+
+    def close(self) -> None:
+        super().close()
+        self._reference_model.close()
+
+    def _scores(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
+    ) -> Tensor:
+        logprobs_BL = completion_logprobs(self._open_backbone(), input_ids_BL, lengths_B, prompt_lengths_B)
+        if reference_B is None:
+            reference_B = self.reference(input_ids_BL, lengths_B, prompt_lengths_B)
+        return self.beta * (logprobs_BL.sum(1) - reference_B) + self.bias
+
+
+class YesTokenHead(VerifierModel):
+    """V = logit of "yes" minus logit of "no" as the token after a question: a generative verifier.
+
+    Of the output head only these two rows are applied. Raises ConfigurationError when the tokenizer has no single
+    tokens for the two words.
+    """
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        super().__init__(language_model)
+        check_logits(language_model.module)
+        self.answer_ids = answer_tokens(language_model.tokenizer, language_model.name)
+
+    def _scores(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
+    ) -> Tensor:
+        backbone = self._open_backbone()
+        head = backbone.get_output_embeddings()
+        hidden_BD = self._last_hidden(input_ids_BL, lengths_B)
+        answers = list(self.answer_ids)
+        # A product and a sum instead of a matrix product: autocast would round the latter to bfloat16.
+        logits_B2 = (hidden_BD[:, None, :] * head.weight[answers].float()).sum(2)
+        if getattr(head, "bias", None) is not None:
+            logits_B2 = logits_B2 + head.bias[answers].float()
+        logits_B2 = finish_logits(backbone, logits_B2)
+        return logits_B2[:, 0] - logits_B2[:, 1]
+
+
+def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
+    """The ids of "yes" and "no", in the first spelling of ANSWERS in which both are single tokens.
+
+    Raises ConfigurationError when there is none. `name` is the model's, for the message.
+    """
+    for spellings in ANSWERS:
+        try:
+            ids = [tokenizer.encode(word) for word in spellings]
+        except UsageError:  # a vocabulary that cannot express the word, such as one of digits
+            continue
+        if all(len(found) == 1 for found in ids) and ids[0][0] != ids[1][0]:
+            return int(ids[0][0]), int(ids[1][0])
+    raise ConfigurationError(
+        f'The tokenizer of {name} has no single tokens for "yes" and "no", which verifier.head = "yes_token" needs.',
+        'Set verifier.head to "implicit" or "scalar", or choose another models.verifier.',
+    )
+
+
+HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
+    "scalar": lambda section, language_model: ScalarHead(language_model),
+    "implicit": lambda section, language_model: ImplicitHead(language_model, section.beta),
+    "yes_token": lambda section, language_model: YesTokenHead(language_model),
+}
+
+
+def build_verifier(section: Verifier, language_model: LanguageModel) -> VerifierModel:
+    """The verifier of `section` on `language_model`, which it takes over: closing the verifier closes the model.
+
+    Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
+    """
+    try:
+        return HEADS[section.head](section, language_model)
+    except ConfigurationError:
+        language_model.close()
+        raise
