@@ -1,0 +1,62 @@
+"""A bounded cache of scores that counts what it does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from pvg.records import Int32
+
+
+class ScoreKey(NamedTuple):
+    """What a score depends on (invariant 2): the verifier's version, the template, and the tokens."""
+
+    version: str
+    template: str
+    tokens: bytes
+
+
+def digest_of(ids: Int32, prompt_length: int) -> bytes:
+    """16 bytes that name token ids int32 [L] and where the solution begins in them."""
+    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=16)
+    digest.update(prompt_length.to_bytes(8, "little"))
+    return digest.digest()
+
+
+class ScoreCache:
+    """The `capacity` scores that were asked for last (LRU). Counts hits, misses and evictions."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a cache needs room for at least one entry, not {capacity}")
+        self._capacity = capacity
+        self._scores: OrderedDict[ScoreKey, float] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def get(self, key: ScoreKey) -> float | None:
+        score = self._scores.get(key)
+        if score is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._scores.move_to_end(key)
+        return score
+
+    def put(self, key: ScoreKey, score: float) -> None:
+        self._scores[key] = score
+        self._scores.move_to_end(key)
+        if len(self._scores) > self._capacity:
+            self._scores.popitem(last=False)
+            self.evictions += 1
+
+    def clear(self) -> None:
+        """Forget all scores; the counters stay."""
+        self._scores.clear()
