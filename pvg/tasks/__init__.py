@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from pvg.experiment import ModchainTask
+from collections.abc import Callable
+from typing import Any
+
+from pvg.experiment import TaskSection
+from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.halves import half_of, problems_of_half
 from pvg.tasks.modchain import Modchain
+from pvg.tasks.reasoning_gym import ReasoningGym
 from pvg.tasks.task import Task
 
 __all__ = ["TASKS", "Task", "half_of", "open_task", "problems_of_half"]
 
-# `task.kind` -> what opens it.
-TASKS = {"modchain": Modchain}
+# `task.kind` -> what opens it from a section of that kind.
+TASKS: dict[str, Callable[[Any], Task]] = {
+    "modchain": Modchain,
+    "gsm8k": Gsm8k,
+    "reasoning_gym": ReasoningGym,
+}
 
 
-def open_task(section: ModchainTask) -> Task:
-    """The task that `section` describes."""
+def open_task(section: TaskSection) -> Task:
+    """The task that `section` describes.
+
+    Raises MissingRequirementError when it lacks data or a package, ConfigurationError when its settings cannot work.
+    """
     return TASKS[section.kind](section)

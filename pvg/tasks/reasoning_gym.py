@@ -1,0 +1,179 @@
+"""Datasets of the reasoning-gym package (extra `reasoning-gym`), graded by their own graders.
+
+The package makes problem i of a dataset from `seed + i`, so neighbouring seeds share nearly all problems: train and
+test start at seeds far apart. Questions that come twice are left out, in both splits together, so that no question
+stands in two halves or in train and test under two ids.
+
+A completion's answer is what stands in its last `<answer>` tag (an unclosed tag runs to the end); without a tag, its
+last line that is not blank. Answers of several lines therefore need the tag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.experiment import ReasoningGymTask
+from pvg.records import Grade, Problem, Split
+from pvg.tasks.answer_screen import refusal
+
+# Items drawn per problem asked for, to replace questions that come twice.
+DRAWS_PER_PROBLEM = 2
+# Seeds of a split begin somewhere in [base, base + SEED_SPREAD); the gap to the next base holds any number of items.
+SEED_SPREAD = 2**28
+SEED_BASES: dict[Split, int] = {"train": 0, "test": 2**30}
+# Found by comparing processes and sizes (reasoning-gym 0.1.19): these iterate over Python sets, whose order differs
+# from process to process, ...
+ORDERED_BY_HASH = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
+# ... and this one makes its items all at once, so that they depend on how many there are.
+ORDERED_BY_SIZE = frozenset({"acre"})
+OWNED_SETTINGS = {"seed": "task.seed", "size": "task.problems"}
+# What graders raise for answers they cannot read.
+UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class ReasoningGym:
+    """The reasoning-gym task of one section; problems are made when a split is first asked for, and kept."""
+
+    def __init__(self, section: ReasoningGymTask) -> None:
+        """Raises MissingRequirementError without the extra, ConfigurationError for a wrong dataset or setting."""
+        self._section = section
+        self._config = _configuration(section)
+        if section.dataset in ORDERED_BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise ConfigurationError(
+                f"task.dataset = {section.dataset!r} gives other problems in every process, because reasoning-gym "
+                "makes them in the order of Python's hashes.",
+                "Fix that order: run with PYTHONHASHSEED=0 in the environment.",
+            )
+        self._datasets = {split: self._open(split) for split in SEED_BASES}
+        self._made: dict[Split, list[Problem]] = {}
+
+    def problems(self, split: Split) -> Iterator[Problem]:
+        """As many problems as the section asks for, with distinct questions, none of them in both splits.
+
+        Raises ConfigurationError when the dataset repeats itself too much for that.
+        """
+        if split not in self._made:
+            # The test problems come first, so they stay when `problems` is changed.
+            taken = {problem.question for problem in self.problems("test")} if split == "train" else set()
+            self._made[split] = self._distinct(split, taken)
+        return iter(self._made[split])
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        """Correct: the dataset's own score (0 to 1) of the answer reaches `threshold`. Well-formed: there is an answer.
+
+        An answer that the grader cannot read, or must not see (see pvg.tasks.answer_screen), is incorrect; the note
+        says which.
+        """
+        answer = read_answer(completion)
+        if not answer:
+            return Grade(correct=False, well_formed=False, note="no answer")
+        if reason := refusal(self._section.dataset, answer, problem.answer):
+            return Grade(correct=False, well_formed=True, answer=answer, note=f"answer refused: {reason}")
+        try:
+            score = float(self._datasets["train"].score_answer(answer, problem.metadata["entry"]))
+        except UNREADABLE as error:
+            note = f"answer unreadable for its grader ({type(error).__name__})"
+            return Grade(correct=False, well_formed=True, answer=answer, note=note)
+        correct = score >= self._section.threshold
+        partial = f"score {score:.2f} of {self._section.threshold:.2f}" if not correct and score > 0 else ""
+        return Grade(correct, well_formed=True, answer=answer, note=partial)
+
+    def _asked(self, split: Split) -> int:
+        return self._section.problems if split == "train" else self._section.test_problems
+
+    def _open(self, split: Split) -> Any:
+        key = f"{self._section.seed}/{split}".encode()
+        start = SEED_BASES[split] + int.from_bytes(hashlib.sha256(key).digest()) % SEED_SPREAD
+        size = DRAWS_PER_PROBLEM * self._asked(split)
+        return _opened(self._section.dataset, {**self._section.settings, "seed": start, "size": size})
+
+    def _distinct(self, split: Split, taken: set[str]) -> list[Problem]:
+        section, asked = self._section, self._asked(split)
+        prefix = f"reasoning_gym-{section.dataset}-{self._digest(split)}-{split}"
+        found: list[Problem] = []
+        for index in range(DRAWS_PER_PROBLEM * asked):
+            entry = self._datasets[split][index]
+            if entry["question"] in taken:
+                continue
+            taken.add(entry["question"])
+            # Some datasets have many right answers and name none.
+            answer = "" if entry["answer"] is None else str(entry["answer"])
+            found.append(Problem(f"{prefix}-{index}", entry["question"], answer, {"entry": entry}))
+            if len(found) == asked:
+                return found
+        setting = "task.problems" if split == "train" else "task.test_problems"
+        raise ConfigurationError(
+            f"reasoning-gym's {section.dataset!r} repeats itself: {DRAWS_PER_PROBLEM * asked} draws gave "
+            f"{len(found)} new questions for {setting} = {asked}.",
+            f"Ask for fewer, or make the dataset larger with task.settings (it knows {', '.join(self._config)}).",
+        )
+
+    def _digest(self, split: Split) -> str:
+        """8 hex digits of everything, beside split and index, that decides what a problem is."""
+        import reasoning_gym
+
+        section = self._section
+        decisive: dict[str, Any] = {
+            "settings": section.settings,
+            "seed": section.seed,
+            "version": reasoning_gym.__version__,
+        }
+        if section.dataset in ORDERED_BY_HASH:
+            decisive["hash_seed"] = os.environ["PYTHONHASHSEED"]
+        if section.dataset in ORDERED_BY_SIZE:
+            decisive["size"] = self._asked(split)
+        return hashlib.sha256(orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
+
+
+def read_answer(completion: str) -> str:
+    """The answer in a completion: its last `<answer>` tag, else its last line that is not blank; "" for none."""
+    start = completion.rfind("<answer>")
+    if start >= 0:
+        return completion[start + len("<answer>") :].partition("</answer>")[0].strip()
+    return completion.strip().rpartition("\n")[2].strip()
+
+
+def _configuration(section: ReasoningGymTask) -> list[str]:
+    """The settings that the dataset knows, after checking its name and the names of the settings given."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise MissingRequirementError(
+            f"task.kind = 'reasoning_gym' needs the package reasoning-gym (there is no module {error.name!r}).",
+            "Install it: pip install 'pvg[reasoning-gym]'",
+        ) from None
+    if section.dataset not in DATASETS:
+        alike = difflib.get_close_matches(section.dataset, DATASETS, n=3, cutoff=0.4)
+        raise ConfigurationError(
+            f"reasoning-gym has no dataset {section.dataset!r}.",
+            f"The nearest names are {', '.join(alike)}." if alike else f"It has {', '.join(sorted(DATASETS))}.",
+        )
+    known = [field.name for field in dataclasses.fields(DATASETS[section.dataset][1])]
+    for name in section.settings:
+        if name in OWNED_SETTINGS:
+            raise ConfigurationError(f"task.settings.{name} is set by pvg.", f"Use {OWNED_SETTINGS[name]}.")
+        if name not in known:
+            raise ConfigurationError(
+                f"reasoning-gym's {section.dataset!r} has no setting {name!r}.", f"It has {', '.join(known)}."
+            )
+    return [name for name in known if name not in OWNED_SETTINGS]
+
+
+def _opened(dataset: str, settings: dict[str, Any]) -> Any:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(dataset, **settings)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"reasoning-gym refuses the settings of {dataset!r}: {str(error) or type(error).__name__}.",
+            "Change task.settings, task.problems or task.test_problems.",
+        ) from None
