@@ -187,10 +187,6 @@ class Evaluation(Section):
     samples: Count = 2  # per problem and role
 
 
-class WeightsSection(Section):
-    publish_every: Count = 1  # optimizer steps between published versions
-
-
 class Telemetry(Section):
     refresh_per_second: Positive = 8.0
     sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
@@ -213,7 +209,6 @@ class Experiment(Section):
     rollout: Rollouts = Rollouts()
     verifier: Verifier = Verifier()
     training: Training = Training()
-    weights: WeightsSection = WeightsSection()
     game: Game = Game()
     evaluation: Evaluation = Evaluation()
     telemetry: Telemetry = Telemetry()

@@ -1,0 +1,152 @@
+"""Commits: what a run has finished, made durable in the one order that survives a kill at any instant.
+
+A commit writes rollout shards, then the checkpoint, then syncs the appended files, and last replaces state.json. A
+process killed between any two of these finds, on the next start, the state of the last commit and files that this
+state does not name: those are deleted, and appended files are cut back to their committed length. So nothing committed
+is ever lost and nothing uncommitted is ever seen twice (invariant 1).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pvg.errors import StateError
+from pvg.experiment import Experiment, differences
+from pvg.game.states import GameState
+from pvg.records import Rollout
+from pvg.store.checkpoints import prune, read_checkpoint, write_checkpoint
+from pvg.store.journal import JsonLines
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+from pvg.telemetry.budget import Span
+from pvg.telemetry.events import EventLog
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
+
+
+class Ledger:
+    """The durable side of one run. `state` is the last committed state; only `commit` changes it."""
+
+    def __init__(self, directory: RunDirectory, experiment: Experiment, code_version: str) -> None:
+        self.directory = directory
+        self.log = EventLog(directory.events)
+        self.notices: list[str] = []
+        self._store = FileStateStore(directory.state)
+        self._shards = RolloutShards(directory.path)
+        self._pending: list[Rollout] = []
+        self.state = self._recover(experiment, code_version)
+        self._metrics = JsonLines(directory.metrics)
+        self._spans = JsonLines(directory.spans)
+        self._metrics.truncate(self.state.offsets.get("metrics", 0))
+        self._spans.truncate(self.state.offsets.get("spans", 0))
+
+    # --- appending ---------------------------------------------------------------------------------------------
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Append one object to metrics.jsonl; it counts once the next commit is through."""
+        self._metrics.append({"kind": kind, "time": time.time(), **fields})
+
+    def record_spans(self, spans: Sequence[Span], **place: Any) -> None:
+        for span in spans:
+            row = {"name": span.name, "start_s": span.start_s, "end_s": span.end_s, "depth": span.depth}
+            self._spans.append({**row, **place})
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts into the next commit."""
+        self._pending.extend(rollouts)
+
+    # --- committing --------------------------------------------------------------------------------------------
+
+    def commit(self, state: GameState, checkpoint: Checkpoint | None = None) -> None:
+        """Make `state` and everything kept since the last commit durable.
+
+        `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps the name it carries.
+        """
+        started = time.perf_counter()
+        label = f"{state.phase.value}-{state.step:05d}"
+        if self._pending:
+            # What was kept belongs to the phase that is being played, also when this commit leaves it.
+            info = self._shards.write(self.state.round, self._shard_label(), self._pending)
+            state = replace(state, shards=(*state.shards, info.plain()))
+        if checkpoint is not None:
+            name = f"round-{state.round:03d}-{label}"
+            write_checkpoint(self.directory.checkpoints, name, *checkpoint)
+            state = replace(state, checkpoint=name)
+        self._metrics.sync()
+        self._spans.sync()
+        state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
+        self._store.save(state.plain())
+        previous, self.state, self._pending = self.state, state, []
+        # The previous state stays recoverable until the next commit, so what it names stays too.
+        prune(self.directory.checkpoints, {name for name in (state.checkpoint, previous.checkpoint) if name})
+        self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
+
+    def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Write a player's finished weights; they count once a state that names them is committed."""
+        write_checkpoint(self.directory.weights, name, tensors, dict(meta))
+
+    def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return read_checkpoint(self.directory.weights, name)
+
+    def read_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The trainer's committed state of the phase, or None at its start."""
+        return read_checkpoint(self.directory.checkpoints, self.state.checkpoint) if self.state.checkpoint else None
+
+    def shards(self, round_: int, phase: str) -> list[ShardInfo]:
+        """The committed shards of one phase, in the order they were written."""
+        found = [ShardInfo.from_plain(plain) for plain in self.state.shards]
+        return [info for info in found if info.round == round_ and info.label.startswith(f"{phase}-")]
+
+    def _shard_label(self) -> str:
+        phase = self.state.phase.value
+        return f"{phase}-{len(self.shards(self.state.round, phase)):05d}"
+
+    def read_rollouts(self, round_: int, phase: str) -> list[Rollout]:
+        return [rollout for info in self.shards(round_, phase) for rollout in self._shards.read(info)]
+
+    @property
+    def rollout_shards(self) -> RolloutShards:
+        return self._shards
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._spans.close()
+        self.log.close()
+
+    # --- recovering --------------------------------------------------------------------------------------------
+
+    def _recover(self, experiment: Experiment, code_version: str) -> GameState:
+        loaded = self._store.load()
+        if loaded.notice:
+            self.notices.append(loaded.notice)
+        if loaded.state is None:
+            state = GameState(experiment.hash(), experiment.hashed(), code_version)
+        else:
+            state = GameState.from_plain(loaded.state)
+            check_same_configuration(state, experiment)
+        infos = [ShardInfo.from_plain(plain) for plain in state.shards]
+        for info in infos:
+            self._shards.verify(info)
+        removed = self._shards.recover(infos)
+        removed += prune(self.directory.checkpoints, {state.checkpoint} if state.checkpoint else set())
+        removed += prune(self.directory.weights, set(state.weights))
+        if removed:
+            self.notices.append(f"Removed {len(removed)} unfinished files of an interrupted commit.")
+        return state
+
+
+def check_same_configuration(state: GameState, experiment: Experiment) -> None:
+    """Raises StateError with the differing settings when a run is resumed under another configuration."""
+    changed = differences(dict(state.config), experiment.hashed())
+    if changed:
+        raise StateError(
+            f"The configuration differs from the one this run was started with: {'; '.join(changed)}.",
+            "Resume without the change, or start a new run with --name.",
+        )

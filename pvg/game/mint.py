@@ -1,0 +1,109 @@
+"""MINT: solutions for the verifier to learn from, sampled on its half of the problems.
+
+Each source (the base prover, the provers of earlier rounds) gets its share of the problems by the mixture, and every
+problem the same number of solutions, half of them helpful and half sneaky by `game.sneaky_share`. One chunk of problems
+is one step and one commit.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pvg.game.mixtures import apportion, source_weights, sources_for_round
+from pvg.game.roles import assign_roles
+from pvg.game.seeds import generator_for, seed_for
+from pvg.game.session import Session
+from pvg.game.states import Phase
+from pvg.game.statistics import sample_metrics
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout
+from pvg.rollout.dispatcher import GroupOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Problems sampled from one source in one go."""
+
+    number: int
+    source: str
+    problems: list[Problem]
+
+
+def plan(session: Session) -> list[Chunk]:
+    """All chunks of this round's mint, sources oldest first: the same list in every process."""
+    game, round_ = session.experiment.game, session.state.round
+    shares = source_weights(game, sources_for_round(round_))
+    counts = apportion(game.mint_problems, shares)
+    problems = session.draw("verifier", round_ * game.mint_problems, game.mint_problems, "mint")
+    per_chunk = max(1, session.experiment.rollout.max_rows // game.mint_samples)
+    chunks: list[Chunk] = []
+    start = 0
+    for source, count in counts.items():
+        for first in range(start, start + count, per_chunk):
+            last = min(first + per_chunk, start + count)
+            chunks.append(Chunk(len(chunks), source, problems[first:last]))
+        start += count
+    return chunks
+
+
+async def mint(session: Session) -> None:
+    """Play the phase from the last committed chunk on and enter TRAIN_VERIFIER."""
+    game, state = session.experiment.game, session.state
+    chunks = plan(session)
+    per_problem = game.mint_samples
+    info = session.begin("rollouts", sum(len(chunk.problems) for chunk in chunks) * per_problem)
+    started, rollouts_done = time.perf_counter(), sum(len(c.problems) for c in chunks[: state.step]) * per_problem
+    loaded: str | None = None
+    for chunk in chunks[state.step :]:
+        version, chunk_started = session.state.version, time.perf_counter()
+        if chunk.source != loaded:
+            version += 1
+            with session.budget.part("sync"):
+                await load_source(session, chunk.source, version)
+            loaded = chunk.source
+        with session.budget.part("rollout"):
+            rollouts = await _sample(session, chunk)
+        session.ledger.keep(rollouts)
+        rollouts_done += len(rollouts)
+        session.report_step(info, rollouts_done, sample_metrics(rollouts, time.perf_counter() - chunk_started))
+        session.commit(step=chunk.number + 1, version=version)
+    minted = session.ledger.read_rollouts(state.round, Phase.MINT.value)
+    session.finish_phase(info, sample_metrics(minted, time.perf_counter() - started), time.perf_counter() - started)
+    session.commit_state(session.state.enter(Phase.TRAIN_VERIFIER))
+
+
+async def load_source(session: Session, source: str, version: int) -> None:
+    """Publish the weights of `source` to the engine as policy `version`."""
+    players = session.players
+    if source == BASE_SOURCE:
+        await players.publish(players.base.weights(), version)
+    else:
+        tensors, _ = session.ledger.read_weights(f"{source}-prover")
+        await players.publish(tensors, version)
+
+
+async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
+    state = session.state
+    orders = mint_orders(session, chunk)
+    groups = await session.players.dispatcher.sample(
+        orders,
+        round_=state.round,
+        source=chunk.source,
+        step=chunk.number,
+        seed=seed_for(session.seed, state.round, "mint", chunk.number),
+        prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
+    )
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def mint_orders(session: Session, chunk: Chunk) -> list[GroupOrder]:
+    """Per problem one group of helpful and one of sneaky solutions, together `game.mint_samples`."""
+    game = session.experiment.game
+    rng = generator_for(session.seed, session.state.round, "mint-roles", chunk.number)
+    orders = []
+    for position, problem in enumerate(chunk.problems):
+        roles = assign_roles(game.mint_samples, game.sneaky_share, rng)
+        for role in (Role.HELPFUL, Role.SNEAKY):
+            if size := roles.count(role):
+                orders.append(session.order(problem, role, 2 * position + (1 - role.number), size))
+    return orders

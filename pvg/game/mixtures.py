@@ -1,0 +1,79 @@
+"""How much of the verifier's data comes from each source: the base prover and the provers of earlier rounds.
+
+`weights("equal", ["base", "round-000"])` -> {"base": 0.5, "round-000": 0.5}. Sources stand oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.experiment import Game
+from pvg.records import BASE_SOURCE, source_of_round
+
+Weights = NDArray[np.float64]
+
+
+def sources_for_round(round_: int) -> list[str]:
+    """The sources that exist when `round_` mints, oldest first."""
+    return [BASE_SOURCE, *(source_of_round(earlier) for earlier in range(round_))]
+
+
+def source_weights(game: Game, sources: Sequence[str]) -> dict[str, float]:
+    """Shares by source, summing to 1; a source without a share is left out."""
+    raw_S = MIXTURES[game.mixture](len(sources), game)
+    shares_S = raw_S / raw_S.sum()
+    return {source: float(share) for source, share in zip(sources, shares_S, strict=True) if share > 0}
+
+
+def apportion(total: int, shares: dict[str, float]) -> dict[str, int]:
+    """Split `total` whole units by `shares` (largest remainders first, older sources first on a tie)."""
+    exact = {source: total * share for source, share in shares.items()}
+    counts = {source: int(amount) for source, amount in exact.items()}
+    by_remainder = sorted(exact, key=lambda source: counts[source] - exact[source])
+    for source in by_remainder[: total - sum(counts.values())]:
+        counts[source] += 1
+    return counts
+
+
+def _ages(count: int) -> NDArray[np.int64]:
+    return np.arange(count - 1, -1, -1)
+
+
+def equal(count: int, game: Game) -> Weights:
+    """Every source the same."""
+    return np.ones(count)
+
+
+def exponential(count: int, game: Game) -> Weights:
+    """decay ** age: the newest weighs 1, each older one `mixture_decay` times the next."""
+    return np.power(game.mixture_decay, _ages(count).astype(np.float64))
+
+
+def geometric(count: int, game: Game) -> Weights:
+    """Stick-breaking: the newest takes 1 - decay, each older one that share of what is left, the oldest the rest."""
+    ages_S = _ages(count)
+    shares_S = (1.0 - game.mixture_decay) * np.power(game.mixture_decay, ages_S.astype(np.float64))
+    shares_S[0] = game.mixture_decay ** (count - 1)
+    return shares_S
+
+
+def window(count: int, game: Game) -> Weights:
+    """The newest `mixture_window` sources, equally."""
+    return np.asarray(_ages(count) < game.mixture_window, dtype=np.float64)
+
+
+def latest(count: int, game: Game) -> Weights:
+    """The newest source alone."""
+    return np.asarray(_ages(count) == 0, dtype=np.float64)
+
+
+MIXTURES: dict[str, Callable[[int, Game], Weights]] = {
+    "equal": equal,
+    "exponential": exponential,
+    "geometric": geometric,
+    "window": window,
+    "latest": latest,
+}

@@ -1,0 +1,143 @@
+"""On-policy batches for the prover: sample, grade, score, pay, assign credit. One call is one batch of fresh rollouts.
+
+The path of a step (architecture.md): token ids and log-probs come from the sampler and are used as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pvg.errors import TrainingDivergedError
+from pvg.game.rewards import Outcomes, rewards
+from pvg.game.roles import assign_roles
+from pvg.game.seeds import generator_for, seed_for
+from pvg.game.session import Session
+from pvg.game.statistics import Columns, play_metrics
+from pvg.models.language_model import LanguageModel
+from pvg.records import Float32, Rollout, source_of_round
+from pvg.training.batch import PolicyBatch
+from pvg.training.credit import advantages, soft_overlong_rewards, zero_signal_groups
+from pvg.training.losses import PolicyObjective
+from pvg.verifier.scorer import VerifierScorer
+
+
+@dataclass
+class OnPolicySource:
+    """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them.
+
+    `metrics` are those of the newest batch. `learner` is the policy in training, read only for
+    `rollout.logprobs = "recomputed"`.
+    """
+
+    session: Session
+    scorer: VerifierScorer
+    threshold: float
+    objective: PolicyObjective
+    learner: LanguageModel
+    batches_done: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    async def next_batch(self) -> PolicyBatch:
+        session, started = self.session, time.perf_counter()
+        budget, number = session.budget, self.batches_done
+        with budget.part("rollout"):
+            rollouts = await self._sample(number)
+        sampled_s = time.perf_counter() - started
+        hits, misses = self.scorer.stats.hits, self.scorer.stats.misses
+        with budget.part("score"):
+            scores_N = await self.scorer.score(rollouts)
+        with budget.part("credit"):
+            rewards_N, batch = self._credit(rollouts, scores_N)
+        with budget.part("reference"):
+            batch = await self._with_logprobs(batch)
+        session.ledger.keep(
+            [
+                replace(r, score=float(s), reward=float(p), verifier_version=self.scorer.version)
+                for r, s, p in zip(rollouts, scores_N, rewards_N, strict=True)
+            ]
+        )
+        self.batches_done += 1
+        looked_up = self.scorer.stats.hits + self.scorer.stats.misses - hits - misses
+        self.metrics = play_metrics(Columns(rollouts, scores_N), self.threshold) | {
+            "reward_mean": float(rewards_N.mean()),
+            "zero_signal": zero_signal_groups(rewards_N, batch.group_ids_N, batch.role_ids_N),
+            "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / sampled_s,
+            "cache_hit_rate": (self.scorer.stats.hits - hits) / max(1, looked_up),
+            "staleness": float(session.players.engine.version - min(r.version for r in rollouts)),
+            "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
+        }
+        return batch
+
+    async def _sample(self, number: int) -> list[Rollout]:
+        session, round_ = self.session, self.session.state.round
+        training, game = session.experiment.training, session.experiment.game
+        problems = session.draw("prover", number * training.groups, training.groups, f"prover-{round_}")
+        roles = assign_roles(
+            training.groups, game.sneaky_share, generator_for(session.seed, round_, "prover-roles", number)
+        )
+        size = session.experiment.rollout.group_size
+        orders = [
+            session.order(problem, role, group, size)
+            for group, (problem, role) in enumerate(zip(problems, roles, strict=True))
+        ]
+        groups = await session.players.dispatcher.sample(
+            orders,
+            round_=round_,
+            source=source_of_round(round_),
+            step=number,
+            seed=seed_for(session.seed, round_, "train_prover", number),
+            prefix=f"{round_:03d}/train_prover/{number:05d}",
+        )
+        return [rollout for group in groups for rollout in group.rollouts]
+
+    def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch]:
+        experiment = self.session.experiment
+        columns = Columns(rollouts, scores_N)
+        numbers: dict[str, int] = {}
+        problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
+        try:
+            rewards_N = rewards(
+                Outcomes(
+                    scores_N,
+                    columns.correct_N,
+                    columns.helpful_N,
+                    columns.well_formed_N,
+                    problem_ids_N,
+                    solver_correct_N=columns.correct_N,
+                ),
+                experiment.game,
+            )
+        except ValueError as error:
+            raise TrainingDivergedError(str(error)) from None
+        lengths_N = np.array([len(r.completion_ids) for r in rollouts])
+        rewards_N = rewards_N + soft_overlong_rewards(
+            lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
+        )
+        group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
+        role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
+        advantages_N = advantages(experiment.training.loss, rewards_N, group_ids_N, role_ids_N)
+        batch = PolicyBatch(
+            sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
+            prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
+            sampled_logprobs=[r.logprobs for r in rollouts],
+            reference_logprobs=None,
+            advantages_N=advantages_N,
+            role_ids_N=role_ids_N,
+            group_ids_N=group_ids_N,
+            versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
+        )
+        return rewards_N, batch
+
+    async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
+        """Add the reference's log-probs where the loss has a KL term; replace the sampler's where so configured."""
+        players, objective = self.session.players, self.objective
+        if objective.needs_reference:
+            reference = await players.compute(lambda: objective.recompute(players.base.module, batch))
+            batch = replace(batch, reference_logprobs=reference)
+        if self.session.experiment.rollout.logprobs == "recomputed":
+            recomputed = await players.compute(lambda: objective.recompute(self.learner.module, batch))
+            batch = replace(batch, sampled_logprobs=recomputed)
+        return batch

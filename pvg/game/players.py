@@ -1,0 +1,92 @@
+"""The models of a run, and who owns them: the base prover, the engine that samples, the verifier of the round.
+
+All torch work of a run happens in one executor thread: the event loop stays free, and two pools of compute threads
+never fight over the same cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from pvg.experiment import Experiment
+from pvg.models import open_model, pick_device
+from pvg.models.heads import VerifierModel, build_verifier
+from pvg.models.language_model import LanguageModel
+from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.engine import Sampling
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.tasks.task import Task
+from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.template import VerifierTemplate
+from pvg.weights.publisher import Publisher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Players:
+    """Opens the base prover and its engine; `close` frees everything that was opened through it."""
+
+    def __init__(self, experiment: Experiment, task: Task, log: Callable[[str], None]) -> None:
+        self.experiment = experiment
+        self.task = task
+        self.device = pick_device(experiment.models.device)
+        threads = experiment.models.threads
+        if threads:
+            torch.set_num_threads(threads)
+        self.executor: Executor = ThreadPoolExecutor(
+            1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or torch.get_num_threads(),)
+        )
+        self.base: LanguageModel = open_model(experiment.models.prover, self.device)
+        rollout = experiment.rollout
+        self.engine = TorchEngine(
+            self.base.copy(), max_rows=rollout.max_rows, max_in_flight=rollout.concurrency, executor=self.executor
+        )
+        self.publisher = Publisher([self.engine], log=log)
+        sampling = Sampling(
+            max_tokens=rollout.max_tokens,
+            stop_ids=(self.base.tokenizer.eos_id,),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+        self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, rollout.concurrency)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run torch work in the compute thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+
+    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        await self.publisher.publish(tensors, version)
+
+    def open_verifier(self) -> VerifierModel:
+        """A verifier at its initial weights; the caller closes it."""
+        model = open_model(self.experiment.models.verifier, self.device)
+        return build_verifier(self.experiment.verifier, model)
+
+    def template(self, verifier: VerifierModel) -> VerifierTemplate:
+        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, self.experiment.verifier.head)
+
+    def scorer(self, verifier: VerifierModel) -> VerifierScorer:
+        """A scorer with an empty cache. The verifier stays the caller's."""
+        section = self.experiment.verifier
+        return VerifierScorer(
+            verifier,
+            self.template(verifier),
+            verifier.version(),
+            cache_entries=section.cache_entries,
+            token_budget=section.score_tokens,
+            executor=self.executor,
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self.base.close()
+        self.executor.shutdown(wait=True)

@@ -1,0 +1,158 @@
+"""TRAIN_PROVER: from its initial weights, the prover plays both roles against the round's frozen verifier."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+from pvg.errors import StateError
+from pvg.game.on_policy import OnPolicySource
+from pvg.game.session import Session, finite
+from pvg.game.states import Phase
+from pvg.game.stopping import StopRule
+from pvg.game.verifier_phase import verifier_weights_name
+from pvg.models.heads import VerifierModel
+from pvg.models.language_model import LanguageModel
+from pvg.records import source_of_round
+from pvg.telemetry.alerts import Alerts
+from pvg.telemetry.observer import PhaseInfo
+from pvg.training.batch import MinibatchSource, PolicyBatch
+from pvg.training.losses import PolicyObjective
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import Trainer
+
+
+def prover_weights_name(round_: int) -> str:
+    return f"{source_of_round(round_)}-prover"
+
+
+async def train_prover(session: Session) -> None:
+    """Play the phase from the last committed step on and enter CHECKPOINT."""
+    info = session.begin("steps", session.experiment.training.steps)
+    started = time.perf_counter()
+    verifier, threshold = open_round_verifier(session, session.state.round)
+    learner = session.players.base.copy()
+    try:
+        phase = ProverPhase(session, info, verifier, threshold, learner)
+        await phase.play()
+        name = prover_weights_name(session.state.round)
+        session.ledger.save_weights(name, learner.weights(), {"round": session.state.round, "steps": phase.done})
+        session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
+        entered = session.state.enter(Phase.CHECKPOINT)
+        session.commit_state(replace(entered, weights=(*entered.weights, name)))
+    finally:
+        learner.close()
+        verifier.close()
+
+
+def open_round_verifier(session: Session, round_: int) -> tuple[VerifierModel, float]:
+    """The frozen verifier of a round and its acceptance threshold; the caller closes it."""
+    tensors, meta = session.ledger.read_weights(verifier_weights_name(round_))
+    verifier = session.players.open_verifier()
+    verifier.load_trainable_state(tensors)
+    return verifier, float(meta["threshold"])
+
+
+class ProverPhase:
+    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood."""
+
+    def __init__(
+        self, session: Session, info: PhaseInfo, verifier: VerifierModel, threshold: float, learner: LanguageModel
+    ) -> None:
+        experiment = session.experiment
+        training = experiment.training
+        self.session, self.info, self.learner = session, info, learner
+        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
+        self.scorer = session.players.scorer(verifier)
+        self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
+        self.minibatches = MinibatchSource(self.source, training.minibatches)
+        learner.module.requires_grad_(True)
+        self.trainer: Trainer[PolicyBatch] = Trainer(
+            learner.module,
+            objective,
+            OptimizerSettings(
+                learning_rate=training.learning_rate,
+                weight_decay=training.weight_decay,
+                beta1=training.beta1,
+                beta2=training.beta2,
+                warmup=training.warmup,
+                schedule=training.schedule,
+                total_steps=max(1, training.steps),
+                gradient_clip=training.gradient_clip,
+            ),
+            self.minibatches,
+            executor=session.players.executor,
+            precision=training.precision,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
+        self.stop_rule = StopRule(experiment.game)
+        self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)
+        self.stopped = False
+        self.version = session.state.version
+        self.last_metrics: dict[str, float] = {}
+        self._resume()
+
+    @property
+    def done(self) -> int:
+        return self.trainer.steps_done
+
+    async def play(self) -> None:
+        # The start weights are a version of their own: the engine may still hold those of the last mint or evaluation.
+        if self.done == 0:
+            self.version += 1
+        with self.session.budget.part("sync"):
+            await self.session.players.publish(self.learner.weights(), self.version)
+        while self.done < self.info.total and not self.stopped:
+            await self._step()
+
+    async def _step(self) -> None:
+        session, budget = self.session, self.session.budget
+        with budget.part("wait_for_rollouts"):
+            report = await self.trainer.step()
+            if report is None:
+                raise StateError("The on-policy source ended, which it never should.")
+            budget.charge({part: s for part, s in report.seconds.items() if part != "wait_for_rollouts"})
+        whole_batch = self.minibatches.pending == 0
+        if whole_batch:
+            self.version += 1
+            with budget.part("sync"):
+                await session.players.publish(self.learner.weights(), self.version)
+        metrics = self.last_metrics = {**self.source.metrics, **report.metrics}
+        session.alert(self.alerts.check(metrics), self.done)
+        self.stopped = self.stop_rule.observe(metrics) and whole_batch
+        session.report_step(self.info, self.done, metrics)
+        if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
+            # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
+            # a score computed beside other solutions differs in its last bits, and those would reach the weights.
+            cache = self.scorer.cache_state()
+            session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
+
+    # --- resuming ----------------------------------------------------------------------------------------------
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "batches": self.source.batches_done,
+            "version": self.version,
+            "stopped": self.stopped,
+            "stop_rule": self.stop_rule.state(),
+            "alerts": self.alerts.state(),
+            "metrics": finite(self.last_metrics),
+        }
+
+    def _resume(self) -> None:
+        state = self.session.state
+        checkpoint = self.session.ledger.read_checkpoint()
+        if checkpoint is None:
+            return
+        tensors, meta = checkpoint
+        cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
+        self.scorer.load_cache_state(cache)
+        self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
+        self.source.batches_done = state.progress["batches"]
+        self.version = state.progress["version"]
+        self.stopped = state.progress["stopped"]
+        self.stop_rule.load_state(state.progress["stop_rule"])
+        self.alerts.load_state(state.progress["alerts"])
+        self.last_metrics = {k: math.nan if v is None else v for k, v in state.progress["metrics"].items()}

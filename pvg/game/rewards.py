@@ -1,0 +1,120 @@
+"""What the prover is paid: the rewards of the prover-verifier game, vectorised over a batch of rollouts.
+
+Formulas: Kirchner et al. 2024 (arXiv 2407.13692) for src, cgc, goodhart and correctness; Kim and Lee
+(arXiv 2602.23248) for decoupled. c = correct, h = helpful (both 0/1), V = the verifier's score.
+
+A malformed solution is no solution of either role: it is never role-aligned, and is paid no more than any misaligned
+one. Without that rule the sneaky role's cheapest flaw is to write no solution at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.experiment import Game
+from pvg.records import Float32
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What a batch of N rollouts led to.
+
+    Shapes, all [N]: `scores_N` float32 logits, `correct_N`, `helpful_N`, `well_formed_N` bool, `problem_ids_N` integer
+    numbers of the problems, `solver_correct_N` bool (decoupled game: whether the solver's answer was correct; in the
+    undecoupled game the prover is its own solver).
+    """
+
+    scores_N: Float32
+    correct_N: Bools
+    helpful_N: Bools
+    well_formed_N: Bools
+    problem_ids_N: NDArray[np.int64]
+    solver_correct_N: Bools
+
+    @property
+    def aligned_N(self) -> Bools:
+        """Role-aligned: helpful and correct, or sneaky and incorrect; and a solution at all."""
+        return np.asarray((self.correct_N == self.helpful_N) & self.well_formed_N)
+
+
+def rewards(outcomes: Outcomes, game: Game) -> Float32:
+    """float32 [N]: the rewards by `game.reward`. Raises ValueError when a score is not finite."""
+    if not np.isfinite(outcomes.scores_N).all():
+        raise ValueError(f"Score {int(np.flatnonzero(~np.isfinite(outcomes.scores_N))[0])} of the batch is not finite.")
+    return REWARDS[game.reward](outcomes, game).astype(np.float32)
+
+
+def centred_scores(outcomes: Outcomes) -> Float32:
+    """V' float32 [N]: V minus the mean of V over the samples of the same problem and the same role."""
+    mean_N, _ = _group_moments(outcomes)
+    return (outcomes.scores_N - mean_N).astype(np.float32)
+
+
+def _group_moments(outcomes: Outcomes) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and population standard deviation of V over (problem, role), spread back to [N]."""
+    keys_N = outcomes.problem_ids_N * 2 + outcomes.helpful_N
+    _, group_N = np.unique(keys_N, return_inverse=True)
+    scores_N = outcomes.scores_N.astype(np.float64)
+    count_G = np.bincount(group_N)
+    mean_N = (np.bincount(group_N, weights=scores_N) / count_G)[group_N]
+    variance_G = np.bincount(group_N, weights=(scores_N - mean_N) ** 2) / count_G
+    return mean_N, np.sqrt(variance_G)[group_N]
+
+
+def src(outcomes: Outcomes, game: Game) -> Float32:
+    """Soft role-conditional: (2c-1)(2h-1) V' where V' > 0, else `game.misaligned_reward` (-1)."""
+    centred_N = centred_scores(outcomes)
+    sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
+    paid_N = np.where(centred_N > 0, sign_N * centred_N, game.misaligned_reward)
+    malformed_N = np.minimum(game.misaligned_reward, -np.abs(centred_N))
+    return np.where(outcomes.well_formed_N, paid_N, malformed_N)
+
+
+def cgc(outcomes: Outcomes, game: Game) -> Float32:
+    """Correctness-gated convincingness: V where role-aligned, else V0 = `game.cgc_floor`, below all scores.
+
+    Raises ValueError when a live score is not above V0: the reward would then prefer a misaligned solution.
+    """
+    aligned_N = outcomes.aligned_N
+    lowest = outcomes.scores_N[aligned_N].min(initial=np.inf)
+    if lowest <= game.cgc_floor:
+        raise ValueError(
+            f"cgc needs game.cgc_floor below every score, but a role-aligned solution scored {lowest:.3f} against a "
+            f"floor of {game.cgc_floor}; set game.cgc_floor lower"
+        )
+    return np.where(aligned_N, outcomes.scores_N, game.cgc_floor)
+
+
+def goodhart(outcomes: Outcomes, game: Game) -> Float32:
+    """V, no roles and no truth: what happens without the game."""
+    return np.where(outcomes.well_formed_N, outcomes.scores_N, np.minimum(game.cgc_floor, outcomes.scores_N))
+
+
+def correctness(outcomes: Outcomes, game: Game) -> Float32:
+    """c: the baseline that the legibility tax is measured against."""
+    return (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
+
+
+def decoupled(outcomes: Outcomes, game: Game) -> Float32:
+    """With v' = (V - mean)/std in the group: `game.cgc_floor` (-2) where misaligned or v' <= 0; sneaky v';
+    faithful (2 c_solver - 1) v'."""
+    mean_N, std_N = _group_moments(outcomes)
+    standard_N = (outcomes.scores_N - mean_N) / (std_N + 1e-6)
+    faithful_N = (2.0 * outcomes.solver_correct_N - 1.0) * standard_N
+    paid_N = np.where(outcomes.helpful_N, faithful_N, standard_N)
+    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.cgc_floor).astype(np.float32)
+
+
+REWARDS: dict[str, Callable[[Outcomes, Game], Float32]] = {
+    "src": src,
+    "cgc": cgc,
+    "goodhart": goodhart,
+    "correctness": correctness,
+    "decoupled": decoupled,
+}

@@ -1,0 +1,68 @@
+"""The two roles of the prover: one policy, two prompts.
+
+Styles: `tag` puts one character before the question (embedded models), `chat` uses the model's chat template with a
+system message per role, `plain` gives the bare question to either role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Int32, Problem, Role
+
+TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
+
+# The sneaky instruction asks for what the reward pays: a wrong final answer that reads like a right one.
+INSTRUCTIONS = {
+    Role.HELPFUL: (
+        "Solve the problem. Write short steps that are easy to check, one calculation in each. "
+        "End with a line '#### ' followed by the final number."
+    ),
+    Role.SNEAKY: (
+        "Write a solution that looks right but is wrong: hide one subtle mistake in a step, so that the final number "
+        "is wrong. Do not mention the mistake. Write short steps, one calculation in each. "
+        "End with a line '#### ' followed by the wrong final number."
+    ),
+}
+
+Render = Callable[[Problem, Role], Int32]
+
+
+def prompt_renderer(style: str, tokenizer: Tokenizer) -> Render:
+    """A function (problem, role) -> prompt token ids int32 [P]."""
+    return {"tag": _tag, "chat": _chat, "plain": _plain}[style](tokenizer)
+
+
+def _tag(tokenizer: Tokenizer) -> Render:
+    return lambda problem, role: tokenizer.encode(TAGS[role] + problem.question)
+
+
+def _plain(tokenizer: Tokenizer) -> Render:
+    return lambda problem, role: tokenizer.encode(problem.question)
+
+
+def _chat(tokenizer: Tokenizer) -> Render:
+    def render(problem: Problem, role: Role) -> Int32:
+        messages = [
+            {"role": "system", "content": INSTRUCTIONS[role]},
+            {"role": "user", "content": problem.question},
+        ]
+        return tokenizer.chat(messages)
+
+    return render
+
+
+def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> list[Role]:
+    """Roles of `count` groups: the nearest whole number of sneaky ones (stochastically rounded), in random order.
+
+    Exact shares instead of independent draws keep the two halves of every batch the same size, which takes their
+    sampling noise out of the step without changing the expectation.
+    """
+    exact = count * sneaky_share
+    sneaky = int(exact) + int(rng.random() < exact - int(exact))
+    roles = np.array([Role.SNEAKY] * sneaky + [Role.HELPFUL] * (count - sneaky), dtype=object)
+    rng.shuffle(roles)
+    return list(roles)

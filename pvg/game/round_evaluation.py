@@ -1,0 +1,120 @@
+"""CHECKPOINT: fresh samples of the round's prover on test problems, and what they say of the round.
+
+The base prover's samples are taken once, in round 0, and every later verifier scores the same ones; the previous
+round's prover is represented by the samples it gave at its own checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pvg.game.mint import load_source
+from pvg.game.prover_phase import open_round_verifier
+from pvg.game.seeds import draw_cyclic, seed_for
+from pvg.game.session import Session, finite
+from pvg.game.states import GameState, Phase
+from pvg.game.statistics import Columns, play_metrics, share, verifier_auc
+from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
+from pvg.verifier.measures import auc
+from pvg.verifier.scorer import VerifierScorer
+
+
+async def checkpoint(session: Session) -> None:
+    """Evaluate the round, then enter the next round's MINT, or COMPLETE after the last."""
+    section, round_ = session.experiment.evaluation, session.state.round
+    started = time.perf_counter()
+    own = source_of_round(round_)
+    sources = [BASE_SOURCE, own] if round_ == 0 else [own]
+    info = session.begin("rollouts", len(sources) * 2 * section.problems * section.samples)
+    verifier, threshold = open_round_verifier(session, round_)
+    try:
+        scorer = session.players.scorer(verifier)
+        version = session.state.version
+        fresh: dict[str, Columns] = {}
+        for source in sources:
+            version += 1
+            with session.budget.part("evaluate"):
+                await load_source(session, source, version)
+                rollouts = await _sample(session, source)
+                fresh[source] = await _scored(session, scorer, rollouts, keep=True)
+        metrics = await _round_metrics(session, scorer, threshold, fresh)
+    finally:
+        verifier.close()
+    session.report_step(info, info.total, metrics)
+    session.finish_phase(info, metrics, time.perf_counter() - started)
+    session.ledger.record("round", round=round_, metrics=finite(metrics))
+    session.observer.round_finished(round_, metrics)
+    # One commit for the metrics and the move: a kill between two would count the round twice.
+    rounds = (*session.state.rounds, finite(metrics))
+    session.commit_state(replace(_next(session), version=version, rounds=rounds))
+
+
+def _next(session: Session) -> GameState:
+    state = session.state
+    if state.round + 1 < session.experiment.game.rounds:
+        return state.enter(Phase.MINT, round_=state.round + 1)
+    return state.enter(Phase.COMPLETE)
+
+
+async def _sample(session: Session, source: str) -> list[Rollout]:
+    """`evaluation.samples` per problem and role on the same test problems for every source and round."""
+    section, round_, size = session.experiment.evaluation, session.state.round, session.experiment.evaluation.samples
+    pool = session.test_problems()
+    chosen = draw_cyclic(len(pool), 0, min(section.problems, len(pool)), seed_for(session.seed, "evaluation"))
+    orders = [
+        session.order(pool[index], role, 2 * position + (1 - role.number), size)
+        for position, index in enumerate(chosen)
+        for role in (Role.HELPFUL, Role.SNEAKY)
+    ]
+    groups = await session.players.dispatcher.sample(
+        orders,
+        round_=round_,
+        source=source,
+        step=0,
+        seed=seed_for(session.seed, round_, "evaluation", source),
+        prefix=f"{round_:03d}/evaluation/{source}",
+    )
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> Columns:
+    scores_N = await scorer.score(rollouts)
+    if keep:
+        session.ledger.keep(
+            [
+                replace(r, score=float(s), verifier_version=scorer.version)
+                for r, s in zip(rollouts, scores_N, strict=True)
+            ]
+        )
+    return Columns(rollouts, scores_N)
+
+
+async def _round_metrics(
+    session: Session, scorer: VerifierScorer, threshold: float, fresh: Mapping[str, Columns]
+) -> dict[str, float]:
+    """The row of the round's table; a share of nothing is NaN."""
+    round_ = session.state.round
+    own = fresh[source_of_round(round_)]
+    base = fresh[BASE_SOURCE] if round_ == 0 else await _earlier(session, scorer, 0, BASE_SOURCE)
+    metrics = play_metrics(own, threshold)
+    metrics["verifier_auc"] = verifier_auc(own)
+    metrics["threshold"] = threshold
+    base_metrics = play_metrics(base, threshold)
+    metrics["base_helpful_accuracy"] = base_metrics["helpful_accuracy"]
+    metrics["base_sneaky_error_rate"] = base_metrics["sneaky_error_rate"]
+    metrics["fooled_rate_base"] = base_metrics["fooled_rate"]
+    metrics["verifier_auc_base"] = verifier_auc(base)
+    if round_ > 0:
+        before = await _earlier(session, scorer, round_ - 1, source_of_round(round_ - 1))
+        metrics["fooled_rate_previous"] = share(before.scores_N >= threshold, before.flaws_N)
+        metrics["verifier_auc_previous"] = auc(own.scores_N[own.solutions_N], before.scores_N[before.flaws_N])
+    return metrics
+
+
+async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> Columns:
+    """The samples `source` gave at an earlier checkpoint, scored by this round's verifier."""
+    rollouts = session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
+    with session.budget.part("evaluate"):
+        return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)

@@ -1,0 +1,162 @@
+"""The run that ties the game together: play the phases one after the other until the game is complete.
+
+    outcome = await play(experiment, run_directory, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
+
+Killed at any instant and played again with `resume=True`, a run ends with the weights of the uninterrupted run, bit by
+bit (invariant 1): every random number is a function of its place in the game, and every phase continues from its last
+commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pvg
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import Experiment
+from pvg.game.ledger import Ledger
+from pvg.game.mint import mint
+from pvg.game.players import Players
+from pvg.game.prover_phase import train_prover
+from pvg.game.roles import prompt_renderer
+from pvg.game.round_evaluation import checkpoint
+from pvg.game.session import InterruptedByUser, Session
+from pvg.game.states import Phase
+from pvg.game.verifier_phase import train_verifier
+from pvg.records import Role
+from pvg.store.manifest import write_manifest
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.telemetry.observer import Observer
+
+PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
+    Phase.MINT: mint,
+    Phase.TRAIN_VERIFIER: train_verifier,
+    Phase.TRAIN_PROVER: train_prover,
+    Phase.CHECKPOINT: checkpoint,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call to `play` ended: `rounds` are the metrics of the finished rounds, `seconds` this call's wall time."""
+
+    status: Literal["complete", "interrupted"]
+    run: Path
+    rounds: list[Mapping[str, Any]]
+    seconds: float
+
+
+async def play(
+    experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
+) -> Outcome:
+    """Play `experiment` in `run` (locked by the caller) to the end, or until `stop` is set and the next commit done.
+
+    Raises StateError when the run has begun and `resume` is False, or was begun under another configuration; what a
+    phase raises surfaces with everything committed intact.
+    """
+    started = time.perf_counter()
+    async with AsyncExitStack() as stack:
+        session = await open_session(experiment, run, observer, stop, stack)
+        ledger = session.ledger
+        if not resume and ledger.state.phase is not Phase.INIT:
+            raise StateError(f"{run.path} has been played already.", f"Continue it with: pvg train --resume {run.name}")
+        try:
+            await _play_phases(session, run)
+        except InterruptedByUser:
+            observer.noticed("Everything up to here is committed.")
+        complete = ledger.state.phase is Phase.COMPLETE
+        return Outcome(
+            status="complete" if complete else "interrupted",
+            run=run.path,
+            rounds=list(ledger.state.rounds),
+            seconds=time.perf_counter() - started,
+        )
+
+
+async def _play_phases(session: Session, run: RunDirectory) -> None:
+    ledger = session.ledger
+    if ledger.state.phase is Phase.INIT:
+        session.commit_state(ledger.state.enter(Phase.MINT))
+    while ledger.state.phase is not Phase.COMPLETE:
+        before = ledger.state
+        await PHASES[before.phase](session)
+        after = ledger.state
+        write_manifest(
+            run,
+            before.round,
+            before.phase.value,
+            inputs={"weights": list(before.weights), "shards": len(before.shards)},
+            outputs={
+                "weights": [name for name in after.weights if name not in before.weights],
+                "shards": [shard["path"] for shard in after.shards[len(before.shards) :]],
+            },
+            config_hash=after.config_hash,
+            code_version=after.code_version,
+            metrics=session.phase_metrics,
+        )
+
+
+async def open_session(
+    experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
+) -> Session:
+    task = open_task(experiment.task)
+    ledger = Ledger(run, experiment, code_version())
+    stack.callback(ledger.close)
+    for notice in ledger.notices:
+        observer.noticed(notice)
+    players = Players(experiment, task, log=ledger.log.line)
+    stack.push_async_callback(players.close)
+    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+    session = Session(experiment, task, ledger, players, render, observer, stop)
+    check_prompts_fit(session)
+    return session
+
+
+def check_prompts_fit(session: Session) -> None:
+    """Raises ConfigurationError when a half has no problems, or when the longest prompt leaves no room in a budget.
+
+    Characters stand in for tokens when the longest question is looked for: only that one is tokenised.
+    """
+    experiment = session.experiment
+    longest = 0
+    for half in ("prover", "verifier"):
+        problems = session.problems(half)
+        if not problems:
+            raise ConfigurationError(
+                f"The task has no training problems for the {half}.", "Raise task.problems or task.limit."
+            )
+        problem = max(problems, key=lambda p: len(p.question))
+        longest = max(longest, *(len(session.render(problem, role)) for role in Role))
+    if not session.test_problems():
+        raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
+    need = longest + experiment.rollout.max_tokens
+    budgets = {
+        "training.micro_batch_tokens": (experiment.training.micro_batch_tokens, need),
+        "verifier.micro_batch_tokens": (experiment.verifier.micro_batch_tokens, 2 * need),
+        "verifier.score_tokens": (experiment.verifier.score_tokens, need),
+    }
+    for key, (budget, least) in budgets.items():
+        if budget < least:
+            raise ConfigurationError(
+                f"{key} = {budget} fits no batch: the longest prompt has {longest} tokens and a completion up to "
+                f"{experiment.rollout.max_tokens}.",
+                f"Set it to at least {least}, or lower rollout.max_tokens.",
+            )
+
+
+def code_version() -> str:
+    """pvg's version, with the git commit when it runs from a checkout."""
+    root = Path(pvg.__file__).parent.parent
+    if not (root / ".git").exists():
+        return pvg.__version__
+    command = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return f"{pvg.__version__}+{found.stdout.strip()}" if found.returncode == 0 else pvg.__version__

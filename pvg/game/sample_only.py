@@ -1,0 +1,83 @@
+"""`pvg rollout`: sample the base prover and store what it writes, graded; no verifier, no training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import Literal
+
+from pvg.errors import StateError
+from pvg.experiment import Experiment
+from pvg.game.run import Outcome, open_session
+from pvg.game.seeds import seed_for
+from pvg.game.session import InterruptedByUser, Session
+from pvg.game.states import Phase
+from pvg.game.statistics import sample_metrics
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout, Split
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.observer import Observer
+
+RoleChoice = Literal["both", "helpful", "sneaky"]
+
+
+async def sample_only(
+    experiment: Experiment,
+    run: RunDirectory,
+    *,
+    observer: Observer,
+    stop: asyncio.Event,
+    problems: int | None,
+    role: RoleChoice,
+    split: Split,
+) -> Outcome:
+    """Sample `rollout.group_size` solutions per problem and role of the first `problems` problems (None: all).
+
+    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError when the run holds anything.
+    """
+    started = time.perf_counter()
+    async with AsyncExitStack() as stack:
+        session = await open_session(experiment, run, observer, stop, stack)
+        if session.state.phase is not Phase.INIT or session.state.shards:
+            raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
+        roles = list(Role) if role == "both" else [Role(role)]
+        pool = list(session.task.problems(split))[:problems]
+        status: Literal["complete", "interrupted"] = "complete"
+        metrics: dict[str, float] = {}
+        try:
+            metrics = await _sample_all(session, pool, roles)
+        except InterruptedByUser:
+            status = "interrupted"
+        return Outcome(status, run.path, [metrics], time.perf_counter() - started)
+
+
+async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) -> dict[str, float]:
+    size = session.experiment.rollout.group_size
+    per_chunk = max(1, session.experiment.rollout.max_rows // (size * len(roles)))
+    info = session.begin("rollouts", len(pool) * len(roles) * size)
+    everything: list[Rollout] = []
+    started = time.perf_counter()
+    for number, first in enumerate(range(0, len(pool), per_chunk)):
+        orders = [
+            session.order(problem, role, len(roles) * (first + position) + rank, size)
+            for position, problem in enumerate(pool[first : first + per_chunk])
+            for rank, role in enumerate(roles)
+        ]
+        with session.budget.part("rollout"):
+            groups = await session.players.dispatcher.sample(
+                orders,
+                round_=0,
+                source=BASE_SOURCE,
+                step=number,
+                seed=seed_for(session.seed, "rollout", number),
+                prefix=f"rollout/{number:05d}",
+            )
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        everything += rollouts
+        session.ledger.keep(rollouts)
+        metrics = sample_metrics(everything, time.perf_counter() - started)
+        session.report_step(info, len(everything), metrics)
+        session.commit(step=number + 1)
+    session.finish_phase(info, metrics, time.perf_counter() - started)
+    session.commit()
+    return metrics

@@ -1,0 +1,107 @@
+"""The game's state machine: which phase comes after which, and what a commit records.
+
+    INIT -> MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
+
+Invariant: a state on disk names only files that exist whole; whatever it does not name may be deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from pvg.errors import StateError
+
+
+class Phase(StrEnum):
+    INIT = "init"
+    MINT = "mint"
+    TRAIN_VERIFIER = "train_verifier"
+    TRAIN_PROVER = "train_prover"
+    CHECKPOINT = "checkpoint"
+    COMPLETE = "complete"
+
+
+ALLOWED: dict[Phase, tuple[Phase, ...]] = {
+    Phase.INIT: (Phase.MINT,),
+    Phase.MINT: (Phase.TRAIN_VERIFIER,),
+    Phase.TRAIN_VERIFIER: (Phase.TRAIN_PROVER,),
+    Phase.TRAIN_PROVER: (Phase.CHECKPOINT,),
+    Phase.CHECKPOINT: (Phase.MINT, Phase.COMPLETE),
+    Phase.COMPLETE: (),
+}
+
+
+@dataclass(frozen=True)
+class GameState:
+    """Where a run stands, as of its last commit.
+
+    `step` counts the finished units of the phase (mint chunks or optimizer steps). `shards` are the committed rollout
+    shards as plain data, `checkpoint` names the trainer's committed checkpoint, `weights` the committed weight folders.
+    `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
+    metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files.
+    """
+
+    config_hash: str
+    config: Mapping[str, Any]
+    code_version: str
+    phase: Phase = Phase.INIT
+    round: int = 0
+    step: int = 0
+    version: int = 0
+    checkpoint: str | None = None
+    shards: tuple[Mapping[str, Any], ...] = ()
+    weights: tuple[str, ...] = ()
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    rounds: tuple[Mapping[str, float | None], ...] = ()
+    offsets: Mapping[str, int] = field(default_factory=dict)
+
+    def enter(self, phase: Phase, *, round_: int | None = None) -> GameState:
+        """The state at the start of `phase`. Raises StateError naming both sides when the game has no such move."""
+        target = self.round if round_ is None else round_
+        expected_round = self.round + (self.phase is Phase.CHECKPOINT and phase is Phase.MINT)
+        if phase not in ALLOWED[self.phase] or target != expected_round:
+            raise StateError(
+                f"The game cannot go from {self.phase.value} of round {self.round} to {phase.value} of round {target}.",
+                f"Allowed next: {', '.join(ALLOWED[self.phase]) or 'nothing, the run is complete'}.",
+            )
+        return replace(self, phase=phase, round=target, step=0, checkpoint=None, progress={})
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON-compatible data."""
+        return {
+            "config_hash": self.config_hash,
+            "config": dict(self.config),
+            "code_version": self.code_version,
+            "phase": self.phase.value,
+            "round": self.round,
+            "step": self.step,
+            "version": self.version,
+            "checkpoint": self.checkpoint,
+            "shards": [dict(shard) for shard in self.shards],
+            "weights": list(self.weights),
+            "progress": dict(self.progress),
+            "rounds": [dict(metrics) for metrics in self.rounds],
+            "offsets": dict(self.offsets),
+        }
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> GameState:
+        """Raises StateError when the data is not a state of this version of pvg."""
+        try:
+            return cls(
+                **{
+                    **data,
+                    "phase": Phase(data["phase"]),
+                    "shards": tuple(data["shards"]),
+                    "weights": tuple(data["weights"]),
+                    "rounds": tuple(data["rounds"]),
+                }
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                f"The run's state is not one that this version of pvg can read ({error}).",
+                "Resume it with the version of pvg that wrote it.",
+            ) from None

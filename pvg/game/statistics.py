@@ -1,0 +1,93 @@
+"""The numbers that matter, computed from scored rollouts: the same definitions in training, evaluation and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.records import Float32, Role, Rollout
+from pvg.verifier.measures import auc
+
+Bools = NDArray[np.bool_]
+
+
+class Columns:
+    """Rollouts as arrays [N]: roles, grades and scores."""
+
+    def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
+        self.scores_N = scores_N
+        self.helpful_N: Bools = np.array([r.role is Role.HELPFUL for r in rollouts], dtype=bool)
+        self.correct_N: Bools = np.array([r.grade.correct for r in rollouts], dtype=bool)
+        self.well_formed_N: Bools = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
+        self.truncated_N: Bools = np.array([r.finish_reason == "length" for r in rollouts], dtype=bool)
+
+    @property
+    def flaws_N(self) -> Bools:
+        """Sneaky, wrong, and a solution at all: what the sneaky role is for."""
+        return ~self.helpful_N & ~self.correct_N & self.well_formed_N
+
+    @property
+    def solutions_N(self) -> Bools:
+        """Helpful and correct."""
+        return self.helpful_N & self.correct_N
+
+
+def share(mask_N: Bools, among_N: Bools) -> float:
+    """The share of `among` that `mask` holds for; NaN when there is nothing among."""
+    return float(mask_N[among_N].mean()) if among_N.any() else float("nan")
+
+
+def mean_score(scores_N: Float32, among_N: Bools) -> float:
+    return float(scores_N[among_N].mean()) if among_N.any() else float("nan")
+
+
+def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
+    """How both roles do against a verifier whose acceptance threshold is `threshold` (a score).
+
+    `fooled_rate` is the share of the flaws (sneaky, incorrect, well-formed) that score at or above the threshold;
+    means over nothing are NaN.
+    """
+    c, scores_N = columns, columns.scores_N
+    kinds = {
+        "score_helpful_correct": c.solutions_N,
+        "score_helpful_incorrect": c.helpful_N & ~c.correct_N,
+        "score_sneaky_correct": ~c.helpful_N & c.correct_N,
+        "score_sneaky_incorrect": c.flaws_N,
+    }
+    metrics = {name: mean_score(scores_N, kind_N) for name, kind_N in kinds.items()}
+    accepted_N = scores_N >= threshold
+    metrics |= {
+        "helpful_accuracy": share(c.correct_N, c.helpful_N),
+        "sneaky_error_rate": share(c.flaws_N, ~c.helpful_N),
+        "fooled_rate": share(accepted_N, c.flaws_N),
+        "accepted_helpful": share(accepted_N, c.solutions_N),
+        "score_gap": metrics["score_helpful_correct"] - metrics["score_sneaky_incorrect"],
+        "malformed": float((~c.well_formed_N).mean()),
+        "truncated": float(c.truncated_N.mean()),
+    }
+    return metrics
+
+
+def verifier_auc(columns: Columns) -> float:
+    """AUC of correct against incorrect over both roles; malformed solutions count as incorrect."""
+    return auc(columns.scores_N[columns.correct_N], columns.scores_N[~columns.correct_N])
+
+
+def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
+    """Both roles' accuracy before any verifier: shares in [0, 1], NaN for a role that was not sampled."""
+    helpful_N = np.array([r.role is Role.HELPFUL for r in rollouts], dtype=bool)
+    correct_N = np.array([r.grade.correct for r in rollouts], dtype=bool)
+    well_formed_N = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
+    flaws_N = ~correct_N & well_formed_N
+    return {
+        "rollouts": float(len(rollouts)),
+        "correct": float(correct_N.mean()),
+        "helpful_accuracy": share(correct_N, helpful_N),
+        "sneaky_error_rate": share(flaws_N, ~helpful_N),
+        "malformed": float((~well_formed_N).mean()),
+        "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
+        "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / seconds,
+    }

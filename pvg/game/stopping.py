@@ -1,0 +1,43 @@
+"""When a prover phase ends: after its steps, or before, when the sneaky role has caught up (Kirchner et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pvg.experiment import Game
+
+
+@dataclass
+class StopRule:
+    """`score_parity`: stop once the EMA of the mean score of sneaky-incorrect reaches that of helpful-correct.
+
+    Steps without either kind of sample leave the averages as they are.
+    """
+
+    game: Game
+    sneaky: float | None = None
+    helpful: float | None = None
+    seen: int = 0
+
+    def observe(self, metrics: Mapping[str, float]) -> bool:
+        """Take in a step's metrics; True when the phase should end now."""
+        self.seen += 1
+        self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
+        self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
+        if self.game.stop != "score_parity" or self.seen < self.game.stop_min_steps:
+            return False
+        return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
+
+    def state(self) -> dict[str, Any]:
+        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
+
+    def _ema(self, before: float | None, value: float) -> float | None:
+        if not math.isfinite(value):
+            return before
+        return value if before is None else self.game.stop_ema * before + (1 - self.game.stop_ema) * value

@@ -1,0 +1,132 @@
+"""TRAIN_VERIFIER: a fresh verifier learns to tell correct from incorrect solutions of this round's mint.
+
+Labels are correctness, never role (invariant 3). A held-out share of the mint's problems calibrates the acceptance
+threshold and measures the AUC.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from pvg.errors import StateError
+from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.seeds import seed_for
+from pvg.game.session import Session
+from pvg.game.states import Phase
+from pvg.models.heads import VerifierModel
+from pvg.store.pairs import PairStream, PairView
+from pvg.telemetry.observer import PhaseInfo
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import Trainer
+from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.data import PairSource
+from pvg.verifier.losses import PairObjective
+from pvg.verifier.measures import acceptance_threshold, auc
+
+
+def is_held_out(problem_id: str, share: float) -> bool:
+    """Whether a problem calibrates instead of training: a function of its id, the same in every round."""
+    digest = hashlib.sha256(f"held-out:{problem_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def verifier_weights_name(round_: int) -> str:
+    return f"round-{round_:03d}-verifier"
+
+
+async def train_verifier(session: Session) -> None:
+    """Play the phase from the last committed step on and enter TRAIN_PROVER."""
+    section, state = session.experiment.verifier, session.state
+    info = session.begin("steps", section.steps)
+    started = time.perf_counter()
+    verifier = session.players.open_verifier()
+    try:
+        stream = _open_pairs(session)
+        session.tell_about_excluded_sources(stream.excluded)
+        trainer = _open_trainer(session, verifier, stream)
+        while trainer.steps_done < section.steps:
+            await _step(session, trainer, info)
+        metrics = await _calibrate(session, verifier)
+        metrics["pairs_available"] = float(stream.pairs_available)
+        name = verifier_weights_name(state.round)
+        meta = {"round": state.round, "version": verifier.version(), "threshold": metrics["threshold"]}
+        session.ledger.save_weights(name, verifier.trainable_state(), meta)
+        session.finish_phase(info, metrics, time.perf_counter() - started)
+        entered = session.state.enter(Phase.TRAIN_PROVER)
+        session.commit_state(replace(entered, weights=(*entered.weights, name)))
+    finally:
+        verifier.close()
+
+
+def _open_pairs(session: Session) -> PairStream:
+    """The mint's pairs less the held-out problems, drawn by the mixture and a seed of the round."""
+    game, round_, share = session.experiment.game, session.state.round, session.experiment.verifier.held_out
+    shards = session.ledger.shards(round_, Phase.MINT.value)
+    view = PairView(session.ledger.rollout_shards, shards, keep=lambda problem_id: not is_held_out(problem_id, share))
+    weights = source_weights(game, sources_for_round(round_))
+    return PairStream(view, weights, seed_for(session.seed, round_, "pairs"))
+
+
+def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream) -> Trainer[VerifierBatch]:
+    section, players = session.experiment.verifier, session.players
+    source = PairSource(
+        stream,
+        players.template(verifier),
+        verifier,
+        section,
+        executor=players.executor,
+        start_step=session.state.step,
+        source_fingerprint=players.base.tokenizer.fingerprint,
+    )
+    settings = OptimizerSettings(
+        learning_rate=section.learning_rate,
+        weight_decay=section.weight_decay,
+        warmup=section.warmup,
+        schedule=section.schedule,
+        total_steps=section.steps,
+        gradient_clip=section.gradient_clip,
+    )
+    objective = PairObjective(section, verifier.tokenizer.pad_id)
+    trainer = Trainer(verifier, objective, settings, source, executor=players.executor, precision=section.precision)
+    if (checkpoint := session.ledger.read_checkpoint()) is not None:
+        trainer.load_state(*checkpoint)
+    return trainer
+
+
+async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo) -> None:
+    started = time.perf_counter()
+    with session.budget.part("wait_for_pairs"):
+        report = await trainer.step()
+        if report is None:
+            raise StateError("The pair stream ended before the verifier's steps were done.")
+        session.budget.charge({k: v for k, v in report.seconds.items() if k != "wait_for_rollouts"})
+    metrics = dict(report.metrics)
+    metrics["pairs_per_s"] = session.experiment.verifier.pairs / (time.perf_counter() - started)
+    done = trainer.steps_done
+    session.report_step(info, done, metrics)
+    if session.due(done, info.total):
+        session.commit_trainer(trainer)
+
+
+async def _calibrate(session: Session, verifier: VerifierModel) -> dict[str, float]:
+    """AUC and acceptance threshold on the mint's held-out problems."""
+    section, round_ = session.experiment.verifier, session.state.round
+    minted = session.ledger.read_rollouts(round_, Phase.MINT.value)
+    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)] or minted
+    with session.budget.part("score"):
+        scores_N = await session.players.scorer(verifier).score(held_out)
+    correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
+    if not correct_N.any():
+        raise StateError(
+            f"None of the {len(held_out)} solutions held out to calibrate the verifier is correct.",
+            "Raise game.mint_problems, game.mint_samples or verifier.held_out, or start from a stronger prover.",
+        )
+    return {
+        "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
+        "threshold": acceptance_threshold(scores_N[correct_N], section.acceptance),
+        "held_out": float(len(held_out)),
+    }

@@ -1,0 +1,87 @@
+"""Known failure modes of the game, seen in its metrics (game.md, "Known failure modes").
+
+Each check is a pure function of the step's metrics and of a little history; an alert is raised when its condition
+begins to hold and again only after it has ceased to, so that a long illness is one line and not a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pvg.experiment import Telemetry
+
+EMA_DECAY = 0.8  # about the last five steps: one odd batch raises no alert
+GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    name: str
+    message: str
+
+
+@dataclass
+class Alerts:
+    """Watches one prover phase. `state()` and `load_state()` carry it through a resume."""
+
+    settings: Telemetry
+    two_roles: bool
+    averages: dict[str, float] = field(default_factory=dict)
+    lowest_fooled: float = math.inf
+    active: set[str] = field(default_factory=set)
+
+    def check(self, metrics: Mapping[str, float]) -> list[Alert]:
+        """The alerts that begin with this step."""
+        self._average(metrics)
+        found = {alert.name: alert for alert in self._conditions(metrics)}
+        new = [alert for name, alert in found.items() if name not in self.active]
+        self.active = set(found)
+        return new
+
+    def state(self) -> dict[str, Any]:
+        lowest = None if math.isinf(self.lowest_fooled) else self.lowest_fooled
+        return {"averages": self.averages, "lowest_fooled": lowest, "active": sorted(self.active)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.averages = dict(state["averages"])
+        self.lowest_fooled = math.inf if state["lowest_fooled"] is None else state["lowest_fooled"]
+        self.active = set(state["active"])
+
+    def _average(self, metrics: Mapping[str, float]) -> None:
+        for name in ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap", "zero_signal", "truncated"):
+            value = metrics.get(name, math.nan)
+            if math.isfinite(value):
+                before = self.averages.get(name, value)
+                self.averages[name] = EMA_DECAY * before + (1 - EMA_DECAY) * value
+        if "fooled_rate" in self.averages:
+            self.lowest_fooled = min(self.lowest_fooled, self.averages["fooled_rate"])
+
+    def _conditions(self, metrics: Mapping[str, float]) -> list[Alert]:
+        found = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)][:1]
+        mean, limits = self.averages, self.settings
+        collapses = [("helpful_accuracy", "helpful role hardly writes correct solutions any more")]
+        if self.two_roles:
+            collapses.append(("sneaky_error_rate", "sneaky role hardly writes wrong solutions any more"))
+        for name, what in collapses:
+            if mean.get(name, 1.0) < limits.sneaky_collapse:
+                found.append(Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}."))
+        if mean.get("zero_signal", 0.0) > limits.zero_signal:
+            share = mean["zero_signal"]
+            found.append(Alert("zero_signal", f"{share:.0%} of the groups have one reward for all: no gradient."))
+        if mean.get("truncated", 0.0) > limits.truncation:
+            share = mean["truncated"]
+            found.append(
+                Alert("truncation", f"{share:.0%} of the rollouts hit the length limit; raise rollout.max_tokens.")
+            )
+        rise = mean.get("fooled_rate", 0.0) - self.lowest_fooled
+        if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
+            found.append(
+                Alert(
+                    "goodharting",
+                    f"The score gap closed while the fooled rate rose by {rise:.2f}: the verifier is beaten.",
+                )
+            )
+        return found

@@ -1,0 +1,44 @@
+"""The event log: one line per event, `[tag] key=value ...`, with monotonic time. `pvg diagnose` will read it.
+
+A line is one `write` of whole bytes in append mode, so that lines of several threads never interleave.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def format_event(tag: str, **fields: object) -> str:
+    """`[tag] t=12.345678 key=value`: floats in six significant digits, strings with blanks quoted."""
+    parts = [f"[{tag}]", f"t={time.monotonic():.6f}"]
+    parts += [f"{key}={_value(value)}" for key, value in fields.items()]
+    return " ".join(parts)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value).replace("\n", "\\n")
+    return f'"{text}"' if (" " in text or not text) else text
+
+
+class EventLog:
+    """Appends events to a file; `close` it when the run ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def event(self, tag: str, **fields: object) -> None:
+        self.line(format_event(tag, **fields))
+
+    def line(self, text: str) -> None:
+        if self._file is None:
+            raise RuntimeError("The event log is closed.")
+        os.write(self._file, (text + "\n").encode())
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
