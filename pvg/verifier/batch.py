@@ -47,7 +47,7 @@ class VerifierBatch:
         for name, (array, shape) in expected.items():
             if array is not None and array.shape != shape:
                 raise ValueError(f"{name} has shape {array.shape}, not {shape}")
-        if pairs and not (0 <= self.pairs_M2.min() and self.pairs_M2.max() < rows):
+        if pairs and not (self.pairs_M2.min() >= 0 and self.pairs_M2.max() < rows):
             raise ValueError(f"pairs_M2 names rows outside 0..{rows - 1}")
         both = np.intersect1d(self.pairs_M2[:, 0], self.pairs_M2[:, 1])
         if both.size:

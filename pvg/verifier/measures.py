@@ -34,7 +34,7 @@ def acceptance_threshold(correct_scores: NDArray[Any], share: float) -> float:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     if not correct_scores.size:
         return math.nan
-    # 0.9 of 10 is 9.000000000000002 in floats elsewhere on the line; the tolerance keeps such shares from costing one more.
+    # In floats 0.07 * 100 is 7.000000000000001: without the tolerance such a share would ask for one solution more.
     needed = max(1, math.ceil(share * correct_scores.size - 1e-9))
     return float(np.sort(correct_scores)[correct_scores.size - needed])
 

@@ -22,7 +22,7 @@ Style = Literal["tag", "chat", "plain"]
 Head = Literal["scalar", "implicit", "yes_token"]
 
 QUESTION = "Is this solution correct? Answer yes or no."
-# Part of every key: raise it when the tokens of any style change, so that no score of the old form is taken for the new.
+# Part of every key: raise it when the tokens of any style change, so that no old score is taken for a new one.
 FORM = 1
 
 
@@ -86,10 +86,20 @@ def _chat(tokenizer: Tokenizer, head: str, question: str, text: str, ids: Int32 
     if head == "implicit":
         solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
         return tokenizer.chat([{"role": "user", "content": question}]), _with_end(tokenizer, solution_ids)
-    content = f"Problem:\n{question}\n\nSolution:\n{text}"
+    content = f"Problem:\n{question}\n\nSolution:\n{_without_controls(tokenizer, text)}"
     if head == "yes_token":
         content += f"\n\n{QUESTION}"
     return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
+
+
+def _without_controls(tokenizer: Tokenizer, text: str) -> str:
+    """`text` without the special tokens that it spells out.
+
+    Otherwise a prover could learn to end the user's message in its solution and to answer in the verifier's name.
+    """
+    while len(cleaned := tokenizer.decode(tokenizer.encode(text))) < len(text):
+        text = cleaned  # what is left may spell another one
+    return text
 
 
 def _without_end(tokenizer: Tokenizer, ids: Int32) -> Int32:

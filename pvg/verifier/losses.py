@@ -1,0 +1,147 @@
+"""Verifier losses over pairs of one problem, one correct and one incorrect, with a penalty on the scores' size.
+
+    L = mean over pairs of l(V_c, V_i)  +  lambda mean over the batch's distinct solutions of V^2
+
+    bradley_terry    l = -log sigmoid(V_c - V_i)
+    cross_entropy    l = (-log sigmoid(V_c) - log sigmoid(-V_i)) / 2     (labels 1 and 0, each single solution counted
+                                                                         as often as it stands in a pair)
+
+Source: Kirchner et al. 2024 (arXiv 2407.13692); lambda fixes Bradley-Terry's free additive constant.
+
+Invariant: both means are written as weights, fixed by `prepare` for the whole batch, so the losses and gradients of the
+micro-batches add up to those of the unsplit batch. A pair is never split; a solution that several micro-batches need is
+penalised in the first of them only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from pvg import experiment
+from pvg.errors import ConfigurationError
+from pvg.models.padding import pad_right
+from pvg.training.metrics import Metrics
+from pvg.verifier.batch import VerifierBatch
+
+
+def bradley_terry(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+    """-log sigmoid(V_c - V_i) of each pair."""
+    return softplus(incorrect_M - correct_M)
+
+
+def cross_entropy(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+    """The mean binary cross-entropy, in nats, of each pair's two solutions."""
+    return 0.5 * (softplus(-correct_M) + softplus(incorrect_M))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bradley_terry": bradley_terry,
+    "cross_entropy": cross_entropy,
+}
+
+
+class PairObjective:
+    """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
+    score_gap (mean over pairs of V_c - V_i)."""
+
+    def __init__(self, section: experiment.Verifier, pad_id: int) -> None:
+        self._loss = LOSSES[section.loss]
+        self._score_penalty = section.score_penalty
+        self._token_budget = section.micro_batch_tokens
+        self._pad_id = pad_id
+
+    def prepare(self, batch: VerifierBatch) -> VerifierBatch:
+        """1/M for each pair, 1/N for each solution that stands in a pair. Raises ValueError for a batch of no pairs."""
+        if not len(batch):
+            raise ValueError("a verifier batch needs at least one pair")
+        used_N = np.bincount(batch.pairs_M2.reshape(-1), minlength=len(batch.sequences)) > 0
+        return batch.with_weights(
+            pair_weights_M=np.full(len(batch), 1.0 / len(batch), dtype=np.float32),
+            row_weights_N=(used_N / used_N.sum()).astype(np.float32),
+        )
+
+    def split(self, batch: VerifierBatch) -> list[VerifierBatch]:
+        """Micro-batches of whole pairs, with distinct solutions x longest of them within the token budget.
+
+        Raises ConfigurationError when a single pair is over the budget.
+        """
+        _, row_weights_N = _weights(batch)
+        unpenalised_N = row_weights_N.copy()
+        micro_batches = []
+        for pairs in self._pairs_by_budget(batch):
+            micro_batches.append(replace(batch, row_weights_N=unpenalised_N).select(pairs))
+            unpenalised_N = unpenalised_N.copy()
+            unpenalised_N[batch.pairs_M2[pairs].reshape(-1)] = 0.0
+        return micro_batches
+
+    def __call__(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Metrics]:
+        """The micro-batch's share of the loss, and its metrics. Each distinct solution is forwarded once."""
+        pair_weights, row_weights = _weights(micro_batch)
+        scores_N = _scores(module, micro_batch, self._pad_id)
+        device = scores_N.device
+        pair_weights_M = torch.from_numpy(pair_weights).to(device)
+        row_weights_N = torch.from_numpy(row_weights).to(device)
+        pairs_M2 = torch.from_numpy(micro_batch.pairs_M2).to(device, torch.int64)
+
+        correct_M, incorrect_M = scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]]
+        loss = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
+        loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
+        return loss, _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
+
+    def _pairs_by_budget(self, batch: VerifierBatch) -> list[NDArray[np.int64]]:
+        longest_M = batch.lengths_N[batch.pairs_M2].max(axis=1)
+        # The longest first, so that the first pair of a part sets its width; pairs that share rows beside each other.
+        order_M = np.lexsort((batch.pairs_M2[:, 1], batch.pairs_M2[:, 0], -longest_M))
+        parts: list[list[int]] = []
+        rows: set[int] = set()
+        width = 0
+        for pair in order_M:
+            wanted = set(batch.pairs_M2[pair].tolist())
+            if not parts or len(rows | wanted) * width > self._token_budget:
+                width = int(longest_M[pair])
+                if len(wanted) * width > self._token_budget:
+                    raise ConfigurationError(
+                        f"verifier.micro_batch_tokens = {self._token_budget} is below a pair of {width} tokens each.",
+                        f"Set it to {2 * width} or more, or shorten the completions (rollout.max_tokens).",
+                    )
+                parts.append([])
+                rows = set()
+            parts[-1].append(int(pair))
+            rows |= wanted
+        return [np.asarray(part, dtype=np.int64) for part in parts]
+
+
+def _scores(module: nn.Module, batch: VerifierBatch, pad_id: int) -> Tensor:
+    device = next(module.parameters()).device
+    input_ids_NL, lengths_N = pad_right(batch.sequences, pad_id, device)
+    prompt_lengths_N = torch.from_numpy(batch.prompt_lengths_N).to(device, torch.int64)
+    references_N = None if batch.references_N is None else torch.from_numpy(batch.references_N).to(device)
+    scores_N: Tensor = module(input_ids_NL, lengths_N, prompt_lengths_N, references_N)
+    return scores_N
+
+
+def _weights(batch: VerifierBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    if batch.pair_weights_M is None or batch.row_weights_N is None:
+        raise ValueError("the batch has no weights: call prepare first")
+    return batch.pair_weights_M, batch.row_weights_N
+
+
+@torch.no_grad()
+def _metrics(loss: Tensor, scores_N: Tensor, gaps_M: Tensor, pair_weights_M: Tensor, row_weights_N: Tensor) -> Metrics:
+    wins_M = (gaps_M > 0).float() + 0.5 * (gaps_M == 0).float()
+    totals = [loss, (pair_weights_M * wins_M).sum(), (row_weights_N * scores_N).sum(), (pair_weights_M * gaps_M).sum()]
+    weights = [pair_weights_M.sum(), row_weights_N.sum()]
+    total_loss, total_wins, total_scores, total_gaps, pairs, rows = torch.stack(totals + weights).tolist()
+    metrics = Metrics()
+    metrics.add_mean("loss", total_loss, pairs)
+    metrics.add_mean("pair_accuracy", total_wins, pairs)
+    metrics.add_mean("score_mean", total_scores, rows)
+    metrics.add_mean("score_gap", total_gaps, pairs)
+    return metrics

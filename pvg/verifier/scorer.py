@@ -1,0 +1,270 @@
+"""`VerifierScorer`: rollouts to scores, each distinct solution computed once.
+
+    scorer = VerifierScorer(verifier, template, verifier.version(), cache_entries=100_000, token_budget=16_384,
+                            executor=executor, prover_fingerprint=prover.tokenizer.fingerprint)
+    scores = await scorer.score(rollouts)
+
+Concurrent calls share one queue, hence batches; requests for a solution that is being computed wait for it.
+
+Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
+holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again, because
+nobody can know which weights that computation saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.models.heads import VerifierModel
+from pvg.models.padding import pad_right, token_budget_batches
+from pvg.records import Float32, Int32, Rollout
+from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
+from pvg.verifier.protocol import Scorer
+from pvg.verifier.template import VerifierTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerStats:
+    """Counts since the scorer was made. Every solution asked for is a hit (cached), shared (being computed for someone
+    else, or earlier in the same call) or a miss (computed). `queue_s` sums the seconds that each computed solution
+    waited for its forward pass, `service_s` the seconds of the forward passes."""
+
+    hits: int
+    misses: int
+    evictions: int
+    shared: int
+    forward_passes: int
+    queue_s: float
+    service_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A solution as the verifier reads it; `rollout_id` is for messages."""
+
+    ids: Int32
+    prompt_length: int
+    digest: bytes
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A solution to be computed, and the future that everybody who wants it waits for."""
+
+    input: _Input
+    key: ScoreKey
+    future: asyncio.Future[float]
+    submitted: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a forward pass gave: when it began (perf_counter) and how many seconds it took."""
+
+    scores: Float32
+    began: float
+    seconds: float
+
+
+class VerifierScorer(Scorer):
+    """Scores with one verifier, which it borrows. All methods belong to one event loop's thread.
+
+    `prover_fingerprint` is the fingerprint of the tokenizer that sampled the rollouts: where it is the verifier's own,
+    token ids are reused; without it solutions are encoded from their text.
+    """
+
+    def __init__(
+        self,
+        model: VerifierModel,
+        template: VerifierTemplate,
+        version: str,
+        *,
+        cache_entries: int,
+        token_budget: int,
+        executor: Executor,
+        prover_fingerprint: str | None = None,
+    ) -> None:
+        self._model = model
+        self._template = template
+        self._version = version
+        self._token_budget = token_budget
+        self._executor = executor
+        self._prover_fingerprint = prover_fingerprint
+        self._cache = ScoreCache(cache_entries)
+        self._references = ScoreCache(cache_entries)  # only the forward pass, of which there is one at a time, uses it
+        self._epoch = 0  # counts changes of the version: an old version may come back
+        self._under_way: dict[ScoreKey, _Job] = {}
+        self._queue: list[_Job] = []
+        self._worker: asyncio.Task[None] | None = None
+        self._shared = self._forward_passes = 0
+        self._queue_s = self._service_s = 0.0
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    @property
+    def stats(self) -> ScorerStats:
+        return ScorerStats(
+            hits=self._cache.hits,
+            misses=self._cache.misses,
+            evictions=self._cache.evictions,
+            shared=self._shared,
+            forward_passes=self._forward_passes,
+            queue_s=self._queue_s,
+            service_s=self._service_s,
+        )
+
+    def set_version(self, version: str) -> None:
+        """The verifier's weights have changed and are now `version`. Call it right after changing them, before
+        anything else can await a score."""
+        if version == self._version:
+            return
+        self._version = version
+        self._epoch += 1
+        self._cache.clear()  # scores of the old version: right under their key, but of no use any more
+        for job in self._under_way.values():
+            job.future.cancel()
+        self._under_way.clear()
+        self._queue.clear()
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+        """float32 [n], logits, all of `version` as it is on return.
+
+        Raises TrainingDivergedError naming the rollout whose score is not finite, ConfigurationError for a solution
+        longer than the verifier or the token budget allows, and whatever a forward pass raised.
+        """
+        inputs = [self._input(rollout) for rollout in rollouts]
+        while True:
+            epoch = self._epoch
+            found = [self._find(input_) for input_ in inputs]
+            waiting = {entry for entry in found if isinstance(entry, asyncio.Future)}
+            if waiting:
+                await asyncio.wait(waiting)  # unlike awaiting them, this does not cancel them when we are cancelled
+            if epoch == self._epoch:
+                scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
+                return np.asarray(scores, dtype=np.float32)
+
+    def _input(self, rollout: Rollout) -> _Input:
+        ids, prompt_length = self._template.tokens(
+            rollout.question, rollout.text, rollout.completion_ids, self._prover_fingerprint
+        )
+        most = min(self._token_budget, self._model.max_length)
+        if len(ids) > most:
+            raise ConfigurationError(
+                f"Rollout {rollout.id} takes {len(ids)} tokens to verify; the most is {most} (verifier.score_tokens = "
+                f"{self._token_budget}, the verifier's context {self._model.max_length}).",
+                "Shorten the completions (rollout.max_tokens), raise verifier.score_tokens, or change the verifier.",
+            )
+        return _Input(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
+
+    def _find(self, input_: _Input) -> float | asyncio.Future[float]:
+        """The score, or the future of whoever computes it."""
+        key = ScoreKey(self._version, self._template.key, input_.digest)
+        job = self._under_way.get(key)
+        if job is not None:
+            self._shared += 1
+            return job.future
+        score = self._cache.get(key)
+        if score is not None:
+            return score
+        loop = asyncio.get_running_loop()
+        job = _Job(input_, key, loop.create_future(), time.perf_counter())
+        self._under_way[key] = job
+        self._queue.append(job)
+        if self._worker is None:
+            self._worker = loop.create_task(self._work())
+        return job.future
+
+    async def _work(self) -> None:
+        """Batch by batch until the queue is empty. What arrives during a batch is part of the next ones."""
+        try:
+            while self._queue:
+                jobs, self._queue = self._queue, []
+                for rows in token_budget_batches([len(job.input.ids) for job in jobs], self._token_budget):
+                    # Jobs that a change of version has cancelled need no forward pass.
+                    wanted = [jobs[row] for row in rows if not jobs[row].future.done()]
+                    if wanted:
+                        await self._compute(wanted)
+        except BaseException as error:
+            for job in list(self._under_way.values()):  # nobody may be left waiting for a worker that is gone
+                self._fail(job, error)
+            self._queue.clear()
+            raise
+        finally:
+            self._worker = None
+
+    async def _compute(self, jobs: list[_Job]) -> None:
+        work = asyncio.get_running_loop().run_in_executor(self._executor, self._forward, [job.input for job in jobs])
+        await asyncio.wait([work])  # not awaited: its failure belongs to those who wait for the scores
+        error = work.exception()
+        if error is None:
+            done = work.result()
+            self._forward_passes += 1
+            self._service_s += done.seconds
+            self._queue_s += sum(done.began - job.submitted for job in jobs)
+        for number, job in enumerate(jobs):
+            if job.future.done():
+                continue  # the version changed meanwhile: what was computed is nobody's score
+            if error is not None:
+                self._fail(job, error)
+            elif not np.isfinite(done.scores[number]):
+                self._fail(job, _not_finite(job, float(done.scores[number])))
+            else:
+                score = float(done.scores[number])
+                self._cache.put(job.key, score)
+                job.future.set_result(score)
+                del self._under_way[job.key]
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        del self._under_way[job.key]
+        if isinstance(error, asyncio.CancelledError):
+            job.future.cancel()
+        else:
+            job.future.set_exception(error)
+            job.future.exception()  # seen: if everybody who waited was cancelled, there is nobody left to tell
+
+    def _forward(self, inputs: list[_Input]) -> _Done:
+        """In the executor's thread."""
+        began = time.perf_counter()
+        with torch.inference_mode():
+            device = self._model.device
+            ids_BL, lengths_B = pad_right([entry.ids for entry in inputs], self._model.tokenizer.pad_id, device)
+            prompt_lengths_B = torch.tensor([entry.prompt_length for entry in inputs], device=device)
+            reference_B = self._reference(inputs, ids_BL, lengths_B, prompt_lengths_B)
+            scores_B = self._model(ids_BL, lengths_B, prompt_lengths_B, reference_B)
+            scores: Float32 = scores_B.cpu().numpy()
+        return _Done(scores, began, time.perf_counter() - began)
+
+    def _reference(
+        self, inputs: list[_Input], ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor
+    ) -> Tensor | None:
+        """The head's references: those it has seen before, under any version, are not computed again."""
+        if not self._model.needs_reference:
+            return None
+        keys = [ScoreKey("", self._template.key, entry.digest) for entry in inputs]
+        known = [self._references.get(key) for key in keys]
+        unknown = [number for number, value in enumerate(known) if value is None]
+        if unknown:
+            computed = self._model.reference(ids_BL[unknown], lengths_B[unknown], prompt_lengths_B[unknown]).tolist()
+            for number, value in zip(unknown, computed, strict=True):
+                known[number] = value
+                self._references.put(keys[number], value)
+        return torch.tensor(known, dtype=torch.float32, device=ids_BL.device)
+
+
+def _not_finite(job: _Job, score: float) -> TrainingDivergedError:
+    return TrainingDivergedError(
+        f"The verifier's score of rollout {job.input.rollout_id} is {score}.",
+        "Its weights have diverged: lower verifier.learning_rate. What was committed before is intact.",
+    )
