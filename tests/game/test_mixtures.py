@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.experiment import Game
+from pvg.game.mixtures import MIXTURES, apportion, source_weights, sources_for_round
+
+
+def test_sources_are_the_base_and_the_provers_of_earlier_rounds():
+    assert sources_for_round(0) == ["base"]
+    assert sources_for_round(2) == ["base", "round-000", "round-001"]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "expected"),
+    [
+        ("equal", [1 / 3, 1 / 3, 1 / 3]),
+        # 0.5^2, 0.5^1, 1 -> divided by 1.75
+        ("exponential", [0.25 / 1.75, 0.5 / 1.75, 1 / 1.75]),
+        # newest 1/2, then half of the rest 1/4, the oldest takes what is left, 1/4
+        ("geometric", [0.25, 0.25, 0.5]),
+        ("window", [0.0, 0.5, 0.5]),
+        ("latest", [0.0, 0.0, 1.0]),
+    ],
+)
+def test_shares_by_hand(mixture, expected):
+    shares = source_weights(Game(mixture=mixture), ["base", "round-000", "round-001"])
+    assert [shares.get(name, 0.0) for name in ("base", "round-000", "round-001")] == pytest.approx(expected)
+
+
+@given(st.sampled_from(sorted(MIXTURES)), st.integers(1, 12), st.floats(0.05, 0.95), st.integers(1, 500))
+def test_shares_sum_to_one_and_apportion_loses_nothing(mixture, count, decay, total):
+    game = Game(mixture=mixture, mixture_decay=decay)
+    shares = source_weights(game, sources_for_round(count - 1))
+    assert sum(shares.values()) == pytest.approx(1.0)
+    counts = apportion(total, shares)
+    assert sum(counts.values()) == total
+    assert all(abs(counts[name] - total * share) < 1 for name, share in shares.items())

@@ -1,0 +1,97 @@
+"""Rewards against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pvg.experiment import Game
+from pvg.game.rewards import REWARDS, Outcomes, centred_scores, rewards
+
+
+def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None):
+    n = len(scores)
+    return Outcomes(
+        scores_N=np.array(scores, dtype=np.float32),
+        correct_N=np.array(correct, dtype=bool),
+        helpful_N=np.array(helpful, dtype=bool),
+        well_formed_N=np.array([True] * n if well_formed is None else well_formed, dtype=bool),
+        problem_ids_N=np.array([0] * n if problems is None else problems, dtype=np.int64),
+        solver_correct_N=np.array(correct if solver is None else solver, dtype=bool),
+    )
+
+
+def test_centred_scores_are_taken_within_a_problem_and_a_role():
+    # problem 0, helpful: 1, 3 (mean 2); problem 0, sneaky: 10, 20 (mean 15); problem 1, helpful: 5 alone (mean 5)
+    found = centred_scores(outcomes([1, 3, 10, 20, 5], [1] * 5, [1, 1, 0, 0, 1], problems=[0, 0, 0, 0, 1]))
+    np.testing.assert_allclose(found, [-1, 1, -5, 5, 0])
+
+
+def test_src_by_hand():
+    # One problem. helpful scores 2, 4 -> V' = -1, +1. sneaky scores 0, 6 -> V' = -3, +3.
+    # helpful correct V'=+1: (2*1-1)(2*1-1)*1 = 1;   helpful V'=-1: else branch, -1
+    # sneaky incorrect V'=+3: (-1)(-1)*3 = 3;        sneaky V'=-3: -1
+    found = rewards(outcomes([2, 4, 0, 6], [1, 1, 0, 0], [1, 1, 0, 0]), Game(reward="src"))
+    np.testing.assert_allclose(found, [-1, 1, -1, 3])
+    # The same scores, misaligned throughout: helpful incorrect V'=+1 -> -1; sneaky correct V'=+3 -> -3.
+    found = rewards(outcomes([2, 4, 0, 6], [0, 0, 1, 1], [1, 1, 0, 0]), Game(reward="src"))
+    np.testing.assert_allclose(found, [-1, -1, -1, -3])
+
+
+def test_cgc_by_hand():
+    # V where correct == helpful, else -2.
+    found = rewards(outcomes([0.5, 1.5, -1, 3], [1, 0, 0, 1], [1, 1, 0, 0]), Game(reward="cgc"))
+    np.testing.assert_allclose(found, [0.5, -2, -1, -2])
+
+
+def test_cgc_refuses_a_live_score_at_or_below_its_floor():
+    with pytest.raises(ValueError, match="cgc_floor"):
+        rewards(outcomes([-2.5], [1], [1]), Game(reward="cgc"))
+    # A misaligned solution below the floor is paid the floor, not its score: nothing to refuse.
+    np.testing.assert_allclose(rewards(outcomes([-2.5], [0], [1]), Game(reward="cgc")), [-2])
+
+
+def test_goodhart_and_correctness_by_hand():
+    sample = outcomes([0.5, -1.5], [0, 1], [1, 1])
+    np.testing.assert_allclose(rewards(sample, Game(reward="goodhart")), [0.5, -1.5])
+    np.testing.assert_allclose(rewards(sample, Game(reward="correctness")), [0, 1])
+
+
+def test_decoupled_by_hand():
+    # One group of helpful ("faithful"): scores 1, 3 -> mean 2, std 1 -> v' = -1, +1.
+    # One sneaky group: 0, 4 -> mean 2, std 2 -> v' = -1, +1.
+    # Aligned and v' <= 0: -2. Faithful with a solver that was right: (2*1-1)*1 = 1. Sneaky: v' = 1.
+    found = rewards(outcomes([1, 3, 0, 4], [1, 1, 0, 0], [1, 1, 0, 0]), Game(reward="decoupled"))
+    np.testing.assert_allclose(found, [-2, 1, -2, 1], atol=1e-5)
+    # A solver that was wrong turns the faithful reward round: (2*0-1)*1 = -1. Misaligned: -2.
+    found = rewards(outcomes([1, 3, 0, 4], [1, 1, 1, 1], [1, 1, 0, 0], solver=[0, 0, 0, 0]), Game(reward="decoupled"))
+    np.testing.assert_allclose(found, [-2, -1, -2, -2], atol=1e-5)
+
+
+def test_one_score_that_is_not_finite_is_named():
+    with pytest.raises(ValueError, match="Score 1"):
+        rewards(outcomes([0.0, float("nan")], [1, 1], [1, 1]), Game())
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+@given(data=st.data())
+def test_a_malformed_solution_is_never_paid_more_than_an_aligned_one(name, data):
+    n = data.draw(st.integers(2, 24))
+    flags = hnp.arrays(bool, n)
+    scores = data.draw(hnp.arrays(np.float32, n, elements=st.floats(-1.5, 8, width=32)))
+    malformed = np.zeros(n, dtype=bool)
+    malformed[data.draw(st.integers(0, n - 1))] = True
+    correct = data.draw(flags) & ~malformed
+    sample = outcomes(
+        scores, correct, data.draw(flags), data.draw(hnp.arrays(np.int64, n, elements=st.integers(0, 3))), ~malformed
+    )
+    paid = rewards(sample, Game(reward=name))
+    assert paid.dtype == np.float32
+    assert np.isfinite(paid).all()
+    if sample.aligned_N.any():
+        assert paid[malformed].max() <= paid[sample.aligned_N].min() + 1e-6 or name in ("src", "goodhart")
+    if name == "src":
+        assert paid[malformed].max() <= -1.0

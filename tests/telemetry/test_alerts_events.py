@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import math
+
+from pvg.experiment import Telemetry
+from pvg.telemetry.alerts import Alerts
+from pvg.telemetry.events import EventLog, format_event
+
+HEALTHY = {
+    "helpful_accuracy": 0.8, "sneaky_error_rate": 0.7, "fooled_rate": 0.2,
+    "score_gap": 3.0, "zero_signal": 0.1, "truncated": 0.0, "loss": 0.1,
+}  # fmt: skip
+
+
+def names(alerts, metrics):
+    return [alert.name for alert in alerts.check(metrics)]
+
+
+def names_of_many(alerts, metrics, steps=20):
+    return [alert.name for _ in range(steps) for alert in alerts.check(metrics)]
+
+
+def test_a_healthy_run_raises_nothing():
+    alerts = Alerts(Telemetry(), two_roles=True)
+    assert names_of_many(alerts, HEALTHY) == []
+
+
+def test_collapse_is_told_once_until_it_ends_and_begins_again():
+    alerts = Alerts(Telemetry(), two_roles=True)
+    sick = HEALTHY | {"sneaky_error_rate": 0.0}
+    assert names_of_many(alerts, sick) == ["collapse"]
+    assert names_of_many(alerts, HEALTHY) == []
+    assert names_of_many(alerts, sick) == ["collapse"]
+
+
+def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
+    alerts = Alerts(Telemetry(), two_roles=True)
+    names(alerts, HEALTHY)
+    assert names(alerts, HEALTHY | {"helpful_accuracy": 0.0}) == []
+    single = Alerts(Telemetry(), two_roles=False)
+    assert names(single, {**HEALTHY, "sneaky_error_rate": math.nan}) == []
+
+
+def test_zero_signal_truncation_infinity_and_goodharting():
+    assert names(Alerts(Telemetry(), True), HEALTHY | {"zero_signal": 1.0}) == ["zero_signal"]
+    assert names(Alerts(Telemetry(), True), HEALTHY | {"truncated": 0.9}) == ["truncation"]
+    assert names(Alerts(Telemetry(), True), HEALTHY | {"kl": math.inf}) == ["nan"]
+    alerts = Alerts(Telemetry(), two_roles=True)
+    assert names(alerts, HEALTHY) == []
+    beaten = HEALTHY | {"fooled_rate": 0.95, "score_gap": -1.0}
+    assert "goodharting" in names_of_many(alerts, beaten)
+
+
+def test_alerts_resume_where_they_stood():
+    alerts = Alerts(Telemetry(), two_roles=True)
+    for _ in range(20):
+        names(alerts, HEALTHY | {"sneaky_error_rate": 0.0})
+    again = Alerts(Telemetry(), two_roles=True)
+    again.load_state(alerts.state())
+    assert names(again, HEALTHY | {"sneaky_error_rate": 0.0}) == []
+
+
+def test_event_lines_stay_one_line_and_quote_blanks(tmp_path):
+    log = EventLog(tmp_path / "events.log")
+    log.event("weights", event="client.done", wall_ms=1.23456789, note="two words\nand a line")
+    log.event("ckpt", event="write.done")
+    log.close()
+    first, second = (tmp_path / "events.log").read_text().splitlines()
+    assert first.startswith("[weights] t=")
+    assert 'wall_ms=1.23457 note="two words\\nand a line"' in first
+    assert second.endswith("event=write.done")
+    assert format_event("x", a="").endswith('a=""')
