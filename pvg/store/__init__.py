@@ -1,0 +1,37 @@
+"""What a run leaves on disk, and how it survives being killed at any instant. See each module for its invariants.
+
+`pvg.store.checkpoints` is imported by name: it is the one module here that loads torch (when it is called).
+"""
+
+from pvg.store.atomic import DamagedFileError, write_atomic
+from pvg.store.journal import JsonLines, JsonLinesReader, read_json_lines
+from pvg.store.manifest import Manifest, read_manifests, write_manifest
+from pvg.store.pairs import MissingPairsError, Pairs, PairStream, PairView, Singles, SolutionRow, is_held_out
+from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore, LoadedState, StateStore
+
+__all__ = [
+    "DamagedFileError",
+    "FileStateStore",
+    "JsonLines",
+    "JsonLinesReader",
+    "LoadedState",
+    "Manifest",
+    "MissingPairsError",
+    "PairStream",
+    "PairView",
+    "Pairs",
+    "RolloutShards",
+    "RunDirectory",
+    "ShardInfo",
+    "Singles",
+    "SolutionRow",
+    "StateStore",
+    "is_held_out",
+    "read_json_lines",
+    "read_manifests",
+    "runs_in",
+    "write_atomic",
+    "write_manifest",
+]

@@ -1,0 +1,122 @@
+"""Files that are either the old ones or the new ones, whole, whenever the process dies.
+
+Invariant: a path written here never shows half of its content. What a dead writer leaves behind lies in the same folder
+under a name that begins with `.tmp-`, is never read, and is removed by whoever recovers that folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pvg.errors import MissingRequirementError, StateError
+
+TEMPORARY_PREFIX = ".tmp-"
+
+# No space, no quota, and the file size limit of the process: to the user all three are "it does not fit".
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DamagedFileError(StateError):
+    """A stored file that is missing, cut short, or whose bytes are not those that were written. Names the file."""
+
+
+def write_atomic(path: Path, data: bytes | memoryview) -> None:
+    """Replace `path` by `data`, durably: temporary file beside it, write, fsync, rename, fsync of the folder.
+
+    Raises MissingRequirementError when the disk is full (the old file is intact, the temporary removed); any other
+    OSError surfaces as it is, with the temporary removed too.
+    """
+    temporary = temporary_beside(path)
+    with disk_full_explained(path):
+        try:
+            write_synced(temporary, data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+def write_synced(path: Path, data: bytes | memoryview) -> None:
+    """Create `path` (which must not exist), write `data`, fsync. Not atomic: for files inside a temporary folder."""
+    with open(path, "xb", buffering=0) as file:
+        rest = memoryview(data).cast("B")
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the folder of `path` that no other writer has and that recovery knows as a temporary."""
+    return path.parent / f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}"
+
+
+def is_temporary(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY_PREFIX)
+
+
+def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
+    """Remove what dead writers of `name` (default: of anything) left in `directory`; returns what was removed.
+
+    Only for the one process that may write `name` (RunDirectory.lock): the temporaries of a living writer look the
+    same.
+    """
+    if not directory.is_dir():
+        return []
+    start = f"{TEMPORARY_PREFIX}{name}-" if name else TEMPORARY_PREFIX
+    leftovers = sorted(path for path in directory.iterdir() if path.name.startswith(start))
+    for path in leftovers:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return leftovers
+
+
+def make_directory(path: Path) -> None:
+    """Create `path` and its missing parents, each made durable in the folder that names it."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    with disk_full_explained(path):
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a folder, so that the names in it survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_full_explained(path: Path) -> Iterator[None]:
+    """Turn "the disk is full" into an error that a user can act on; everything else passes through."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise disk_full(path, error.errno) from error
+
+
+def disk_full(path: Path, number: int) -> MissingRequirementError:
+    """The error for a write to `path` that ended with error number `number` of DISK_FULL."""
+    remedy = {
+        errno.ENOSPC: "Free some space on that disk",
+        errno.EDQUOT: "Free some of your quota on that disk",
+        errno.EFBIG: "Raise the file size limit (ulimit -f unlimited)",
+    }[number]
+    return MissingRequirementError(
+        f"The disk is full while writing {path}: {os.strerror(number)}.",
+        f"{remedy} and continue with --resume; everything committed before is intact.",
+    )

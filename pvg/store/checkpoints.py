@@ -1,0 +1,200 @@
+"""Tensors on disk: a folder per checkpoint, `tensors.safetensors` and `meta.json`, there as a whole or not at all.
+
+Invariants: nothing is ever unpickled, so a folder holding any other file is refused; what is read back equals what was
+written in every bit, for every dtype safetensors knows; a damaged checkpoint is never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pvg.errors import StateError
+from pvg.store.atomic import (
+    DISK_FULL,
+    DamagedFileError,
+    disk_full,
+    disk_full_explained,
+    is_temporary,
+    make_directory,
+    remove_temporaries,
+    sync_directory,
+    temporary_beside,
+    write_synced,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = "pvg.checkpoint.1"
+TENSORS_FILE = "tensors.safetensors"
+META_FILE = "meta.json"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+# safetensors reports the operating system's errors as text only.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def write_checkpoint(directory: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
+    """Store `tensors` (any shapes, devices and dtypes) and `meta` (plain JSON data) as `directory/name`, durably.
+
+    Returns the folder; it counts once a commit names it. Tensors that share memory are stored once each. Raises
+    StateError when the checkpoint exists, MissingRequirementError when the disk is full (nothing is left behind then),
+    ValueError when `meta` is not plain JSON data.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be the name of a checkpoint.")
+    path = directory / name
+    if path.exists():
+        raise StateError(
+            f"The checkpoint {path} exists already, and checkpoints never change.", "Recover the run first."
+        )
+    if orjson.loads(orjson.dumps(meta)) != meta:
+        raise ValueError("The meta of a checkpoint is not plain JSON data: it would not come back alike.")
+    make_directory(directory)
+    temporary = temporary_beside(path)
+    try:
+        with disk_full_explained(path):
+            temporary.mkdir()
+            size, digest = _write_tensors(temporary / TENSORS_FILE, tensors, path)
+            body = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
+            write_synced(temporary / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
+            sync_directory(temporary)
+            os.rename(temporary, path)
+            sync_directory(directory)
+    except BaseException:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        raise
+    return path
+
+
+def read_checkpoint(directory: Path, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The (tensors, meta) of `directory/name`, on the CPU. Raises DamagedFileError, see verify_checkpoint."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    meta = verify_checkpoint(directory, name)
+    path = directory / name / TENSORS_FILE
+    try:
+        return load_file(path), meta
+    except SafetensorError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
+    """Check the files of `directory/name` against their checksums, without loading torch; returns its meta.
+
+    Raises DamagedFileError naming the file that is missing, cut short, changed, or foreign to a checkpoint.
+    """
+    folder = directory / name
+    if not folder.is_dir():
+        raise _damaged(folder, "the folder is missing")
+    for entry in sorted(folder.iterdir()):
+        if entry.name not in (TENSORS_FILE, META_FILE):
+            raise _damaged(
+                entry, f"a checkpoint consists of {TENSORS_FILE} and {META_FILE} alone; nothing is unpickled"
+            )
+    body = _read_meta(folder / META_FILE)
+    path = folder / TENSORS_FILE
+    size, digest = _measure(path)
+    expected = body["tensors"]
+    if size != expected["bytes"]:
+        raise _damaged(path, f"{size} bytes instead of {expected['bytes']}")
+    if digest != expected["sha256"]:
+        raise _damaged(path, "its checksum is not the one in meta.json")
+    meta: dict[str, Any] = body["meta"]
+    return meta
+
+
+def prune(directory: Path, keep: set[str]) -> list[Path]:
+    """Remove the checkpoints not in `keep` and the temporaries of dead writers; returns what was removed.
+
+    `keep` is what every commit that may still be resumed names (FileStateStore.commits), not only the newest.
+    """
+    if not directory.is_dir():
+        return []
+    removed = remove_temporaries(directory)
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not is_temporary(path) and path.name not in keep:
+            # Renamed first: half a removal must not look like a checkpoint.
+            doomed = temporary_beside(path)
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+            removed.append(path)
+    if removed:
+        sync_directory(directory)
+    return removed
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], checkpoint: Path) -> tuple[int, str]:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(_separate(tensors), path)
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        number = int(found[1]) if found else 0
+        if number in DISK_FULL:
+            raise disk_full(checkpoint, number) from error
+        raise
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return _measure(path)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, and none sharing memory with another, as safetensors wants them."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        dense = tensor.detach().cpu().contiguous()
+        address = dense.untyped_storage().data_ptr()
+        separate[name] = dense.clone() if address in seen else dense
+        seen.add(address)
+    return separate
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return file.tell(), digest
+    except FileNotFoundError:
+        raise _damaged(path, "the file is missing") from None
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        body = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise _damaged(path, "the file is missing") from None
+    except orjson.JSONDecodeError as error:
+        raise _damaged(path, f"not valid JSON ({error})") from None
+    if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
+        raise _damaged(path, "it does not match its checksum")
+    if body["format"] != FORMAT:
+        raise StateError(
+            f"{path} has the format {body['format']}, and this pvg reads {FORMAT}.",
+            "Read it with the pvg that wrote it.",
+        )
+    return body
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _damaged(path: Path, reason: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"The checkpoint file {path} cannot be used: {reason}.",
+        "Restore it from a copy, or resume from an earlier commit.",
+    )

@@ -1,0 +1,144 @@
+"""Files of one JSON object per line: appended while a run goes on, cut back to the last commit when it is resumed.
+
+Invariants: every line but the last is whole; what lies before an `offset` that was `sync`ed survives a power cut.
+
+NaN and infinity have no JSON: orjson writes them as null. A caller to whom that matters counts them before appending.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.store.atomic import DamagedFileError, disk_full_explained, sync_directory
+
+TAIL_BLOCK = 65_536  # bytes read at a time when looking backwards for the end of the last whole line
+
+
+class JsonLines:
+    """Appends objects to `path`, which it creates. One writer, one thread.
+
+    A last line that a dead writer left unfinished is cut off on opening, since a line appended to it would damage both;
+    `torn` says how many bytes that were.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        existed = path.exists()
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        if not existed:
+            sync_directory(path.parent)
+        size = os.fstat(self._file.fileno()).st_size
+        self._offset = _end_of_last_line(path, size)
+        self.torn = size - self._offset
+        if self.torn:
+            os.ftruncate(self._file.fileno(), self._offset)
+
+    @property
+    def offset(self) -> int:
+        """Bytes of whole lines so far: what a commit records, after `sync`."""
+        return self._offset
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line through to the operating system (a killed process loses nothing, a power cut may).
+
+        Numpy scalars and arrays are written as numbers and lists. On a full disk the file is cut back to its whole
+        lines and MissingRequirementError is raised.
+        """
+        rest = memoryview(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+        length = len(rest)
+        with disk_full_explained(self.path):
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except BaseException:
+                os.ftruncate(self._file.fileno(), self._offset)
+                raise
+        self._offset += length
+
+    def sync(self) -> None:
+        """fsync: everything before `offset` is durable from here on."""
+        with disk_full_explained(self.path):
+            os.fsync(self._file.fileno())
+
+    def truncate(self, offset: int) -> None:
+        """Cut back to a committed `offset` (bytes).
+
+        Raises DamagedFileError when the file is shorter than that or no line ends there: it is not what was committed.
+        """
+        remedy = "It was changed from outside; restore it, or start a new run."
+        if offset > self._offset:
+            raise DamagedFileError(
+                f"{self.path} holds {self._offset} bytes of whole lines, but {offset} were committed.", remedy
+            )
+        if offset < 0 or _end_of_last_line(self.path, offset) != offset:
+            raise DamagedFileError(f"No line of {self.path} ends at the committed offset {offset}.", remedy)
+        os.ftruncate(self._file.fileno(), offset)
+        self._offset = offset
+        self.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonLinesReader:
+    """Iterates over the objects of a file; `torn` is 1 once it has met a last line without an end, else 0.
+
+    Such a line is what a living writer shows for an instant and a dead one leaves behind; it is passed over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.torn = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Raises DamagedFileError with file and line at a whole line that is no JSON object."""
+        self.torn = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    self.torn = 1
+                    return
+                yield self._object(line, number)
+
+    def _object(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise self._damaged(number, str(error)) from None
+        if not isinstance(record, dict):
+            raise self._damaged(number, "not a JSON object")
+        return record
+
+    def _damaged(self, number: int, reason: str) -> DamagedFileError:
+        return DamagedFileError(
+            f"{self.path}, line {number}, is damaged: {reason}.", "Restore the file, or remove that line from it."
+        )
+
+
+def read_json_lines(path: Path) -> JsonLinesReader:
+    """The objects of `path`, one per line. Errors: see JsonLinesReader; a missing file raises FileNotFoundError."""
+    return JsonLinesReader(path)
+
+
+def _end_of_last_line(path: Path, end: int) -> int:
+    """The offset just behind the last newline in the first `end` bytes of `path`; 0 when there is none."""
+    with open(path, "rb") as file:
+        while end > 0:
+            start = max(0, end - TAIL_BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0

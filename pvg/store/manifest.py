@@ -1,0 +1,67 @@
+"""One JSON document per finished phase: what went in, what came out, and by which configuration and code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.store.atomic import DamagedFileError, make_directory, write_atomic
+from pvg.store.run_directory import RunDirectory
+
+MANIFEST_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`inputs` and `outputs` name files (and whatever identifies them); `finished` is in seconds since 1970.
+
+    A metric that is NaN or infinite reads back as None.
+    """
+
+    round: int
+    phase: str
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    config_hash: str
+    code_version: str
+    metrics: Mapping[str, float | None]
+    finished: float
+    schema: int = MANIFEST_SCHEMA
+
+
+def write_manifest(
+    run: RunDirectory,
+    round_: int,
+    phase: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    config_hash: str,
+    code_version: str,
+    metrics: Mapping[str, float | None],
+) -> Path:
+    """Write `manifest/round-002-train_prover.json`, atomically.
+
+    A phase that is finished again after a kill before its commit replaces its manifest.
+    """
+    manifest = Manifest(round_, phase, inputs, outputs, config_hash, code_version, metrics, time.time())
+    path = run.manifest / f"round-{round_:03d}-{phase}.json"
+    make_directory(run.manifest)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+    write_atomic(path, orjson.dumps(asdict(manifest), option=options))
+    return path
+
+
+def read_manifests(run: RunDirectory) -> list[Manifest]:
+    """All manifests of a run, by round and in the order their phases finished. Raises DamagedFileError."""
+    found = []
+    for path in run.manifest.glob("round-*.json"):
+        try:
+            found.append(Manifest(**orjson.loads(path.read_bytes())))
+        except (orjson.JSONDecodeError, TypeError) as error:
+            raise DamagedFileError(f"The manifest {path} is damaged: {error}.", "Remove it to go on without.") from None
+    return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))

@@ -1,0 +1,315 @@
+"""Preference pairs as views: two row numbers of one problem, drawn when they are needed and never stored.
+
+    view = PairView(shards, infos, drop=functools.partial(is_held_out, share=0.1))
+    stream = PairStream(view, {"base": 0.5, "round-000": 0.5}, seed=7)
+    pairs = stream.draw(step=12, n=64)
+    rows = view.rows(pairs.correct_rows_M)
+
+Invariants: what is held grows with the rows (a few bytes each), never with the pairs they could form; a draw depends on
+the seed, the step and n alone, so that a resumed run needs no stream position.
+
+Shape suffixes: R rows of a view, C cells (the rows of one source, problem and label), B problems that can be paired,
+M pairs, N single rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pvg.errors import ConfigurationError, StateError
+from pvg.records import Int32
+from pvg.store.shards import RolloutShards, ShardInfo, list_rows
+
+Int64 = NDArray[np.int64]
+Int16 = NDArray[np.int16]
+Bool = NDArray[np.bool_]
+
+ProblemFilter = Callable[[str], bool] | Collection[str]
+
+# Second words of the random seeds, so that pairs and single rows of one step are drawn independently.
+PAIR_DRAWS, SINGLE_DRAWS = 0, 1
+
+
+class MissingPairsError(StateError):
+    """The stored rollouts allow no pair (or no balanced batch) at all. Says how many of each kind there are."""
+
+
+class SolutionRow(NamedTuple):
+    """What a verifier is shown of a row: never its role, never its label."""
+
+    question: str
+    text: str
+    completion_ids: Int32
+    problem_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """M pairs: row numbers of the view, and the source of both rows as an index into `PairView.sources`."""
+
+    correct_rows_M: Int64
+    incorrect_rows_M: Int64
+    sources_M: Int16
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """N single rows, correct and incorrect ones taking turns; sources as in Pairs."""
+
+    rows_N: Int64
+    correct_N: Bool
+    sources_N: Int16
+
+
+class PairView:
+    """The labelled rows of some shards, mapped into memory and verified against their checksums.
+
+    A row number counts the rows of `infos` in their order, before any filter, so it means the same under every filter.
+    `keep` and `drop` choose problems by id: a predicate or a collection of ids. Held by row of the view, R in all:
+    `rows_R` int64 row numbers, `correct_R` and `well_formed_R` bool, `problems_R` int32 and `sources_R` int16 indices
+    into `problem_ids` and `sources`. Raises DamagedFileError.
+    """
+
+    def __init__(
+        self,
+        shards: RolloutShards,
+        infos: Sequence[ShardInfo],
+        *,
+        keep: ProblemFilter | None = None,
+        drop: ProblemFilter | None = None,
+        include_malformed: bool = True,
+    ) -> None:
+        self._batches = [shards.map(info) for info in infos]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
+        problems_R, self.problem_ids = _shared_codes(self._batches, "problem_id")
+        sources_R, self.sources = _shared_codes(self._batches, "source")
+        correct_R, well_formed_R = (_flags(self._batches, name) for name in ("correct", "well_formed"))
+        kept_R = _chosen(self.problem_ids, keep, drop)[problems_R]
+        if not include_malformed:
+            kept_R &= well_formed_R
+        self.rows_R = np.flatnonzero(kept_R).astype(np.int64)
+        self.problems_R, self.sources_R = problems_R[kept_R], sources_R[kept_R].astype(np.int16)
+        self.correct_R, self.well_formed_R = correct_R[kept_R], well_formed_R[kept_R]
+
+    def rows(self, indices: Int64) -> list[SolutionRow]:
+        """The solutions at these row numbers, in their order, read from the memory map.
+
+        Raises IndexError for a number that no row has.
+        """
+        wanted = np.asarray(indices, np.int64)
+        if wanted.size and not (wanted.min() >= 0 and wanted.max() < self._starts[-1]):
+            raise IndexError(f"Row numbers run from 0 to {self._starts[-1] - 1}.")
+        shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
+        found: dict[int, SolutionRow] = {}
+        for shard in np.unique(shard_of).tolist():
+            places = np.flatnonzero(shard_of == shard)
+            part = self._batches[shard].select(["question", "text", "completion_ids", "problem_id"])
+            part = part.take(pa.array(wanted[places] - self._starts[shard]))
+            question, text, ids, problem = part.columns
+            columns = (question.to_pylist(), text.to_pylist(), list_rows(ids), problem.to_pylist())
+            found.update(zip(places.tolist(), map(SolutionRow, *columns), strict=True))
+        return [found[place] for place in range(len(wanted))]
+
+    def close(self) -> None:
+        """Let go of the memory maps: `rows` finds nothing afterwards, the arrays stay."""
+        self._batches, self._starts = [], np.zeros(1, np.int64)
+
+
+class PairStream:
+    """Draws rows of a view by source weight.
+
+    `weights_by_source` need not sum to 1. A source with a weight but without a problem that has both kinds cannot give
+    pairs: it is left out, `excluded` tells its counts by name, and the other weights are scaled up. `excluded_singles`
+    tells the same of `balanced_singles`, which needs both kinds but not of one problem. Sources without a weight are
+    never drawn. Raises ConfigurationError for a weight that is negative or not a number, and MissingPairsError when no
+    source can give anything.
+    """
+
+    def __init__(self, view: PairView, weights_by_source: Mapping[str, float], seed: int) -> None:
+        for name, weight in weights_by_source.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigurationError(f"The weight of source {name!r} is {weight}; it must be 0 or more.")
+        weighted = {name: weight for name, weight in weights_by_source.items() if weight > 0}
+        self._seed = seed
+        self._cells = _Cells.of(view)
+        self._counts = {name: _counts(view, name) for name in weighted}
+        pairable = dict(zip(view.sources, self._cells.pairable_by_source, strict=True))
+        self._pair_weights_S = _weights(view.sources, {k: v for k, v in weighted.items() if pairable.get(k, 0)})
+        self._single_weights_S = _weights(view.sources, {k: v for k, v in weighted.items() if min(self._counts[k]) > 0})
+        self.excluded = self._left_out(view.sources, self._pair_weights_S)
+        self.excluded_singles = self._left_out(view.sources, self._single_weights_S)
+        if not self._single_weights_S.any():
+            raise self._missing("no source has both kinds")
+
+    @property
+    def pairs_available(self) -> int:
+        """How many different pairs the weighted sources could form."""
+        cells = self._cells
+        drawn_B = self._pair_weights_S[cells.pair_sources_B] > 0
+        products_B = cells.sizes_C[cells.pair_cells_B2[:, 0]] * cells.sizes_C[cells.pair_cells_B2[:, 1]]
+        return int(products_B[drawn_B].sum())
+
+    def draw(self, step: int, n: int) -> Pairs:
+        """n pairs: a source by weight, a problem of it that has both kinds, one row of each kind, each uniformly.
+
+        Raises MissingPairsError when no source has a problem with both kinds.
+        """
+        if not self._pair_weights_S.any():
+            raise self._missing("no problem has both kinds from one source")
+        generator, cells = self._generator(step, PAIR_DRAWS), self._cells
+        sources_M = _choose(generator, self._pair_weights_S, n)
+        first_M, end_M = cells.pair_ranges_S[sources_M], cells.pair_ranges_S[sources_M + 1]
+        cells_M2 = cells.pair_cells_B2[generator.integers(first_M, end_M)]
+        correct_M, incorrect_M = (cells.draw_rows(generator, cells_M2[:, kind]) for kind in (0, 1))
+        return Pairs(correct_M, incorrect_M, sources_M.astype(np.int16))
+
+    def balanced_singles(self, step: int, n: int) -> Singles:
+        """n single rows (n even), half of them correct: a source by weight, a problem of it with that kind, a row."""
+        if n % 2:
+            raise ValueError(f"A balanced batch has as many correct as incorrect rows: {n} is odd.")
+        generator, cells = self._generator(step, SINGLE_DRAWS), self._cells
+        correct_N = np.arange(n) % 2 == 0
+        sources_N = _choose(generator, self._single_weights_S, n)
+        place_N = 2 * sources_N + np.where(correct_N, 0, 1)
+        cells_N = generator.integers(cells.ranges_K[place_N], cells.ranges_K[place_N + 1])
+        return Singles(cells.draw_rows(generator, cells_N), correct_N, sources_N.astype(np.int16))
+
+    def _generator(self, step: int, kind: int) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self._seed, kind, step))))
+
+    def _left_out(self, sources: Sequence[str], weights_S: NDArray[np.float64]) -> dict[str, str]:
+        """Source name -> why, for those that have a weight but cannot be drawn."""
+        drawn = {name for name, weight in zip(sources, weights_S, strict=True) if weight > 0}
+        return {
+            name: f"{correct} correct and {incorrect} incorrect solutions"
+            for name, (correct, incorrect) in self._counts.items()
+            if name not in drawn
+        }
+
+    def _missing(self, reason: str) -> MissingPairsError:
+        counts = "; ".join(f"{name}: {yes} correct, {no} incorrect" for name, (yes, no) in self._counts.items())
+        return MissingPairsError(
+            f"The verifier has nothing to compare: {reason} ({counts or 'no source has a weight'}).",
+            "Mint more solutions per problem (game.mint_samples, game.mint_problems), or change the task's difficulty.",
+        )
+
+
+def is_held_out(problem_id: str, share: float) -> bool:
+    """Whether a problem belongs to the held-out `share` (0 to 1): by hash, so the same in every round and run."""
+    digest = hashlib.sha256(f"held-out:{problem_id}".encode()).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Rows sorted into cells (source, kind, problem), kind 0 being correct, and the problems that can be paired.
+
+    `rows_R` holds the view's row numbers in cell order; cell c has `sizes_C[c]` of them from `starts_C[c]` on. The
+    cells of source s and kind k are those from `ranges_K[2s + k]` to `ranges_K[2s + k + 1]`. `pair_cells_B2` are the two
+    cells (correct, incorrect) of a problem, `pair_ranges_S[s]` to `[s + 1]` those of source s = `pair_sources_B`.
+    """
+
+    rows_R: Int64
+    starts_C: Int64
+    sizes_C: Int64
+    ranges_K: Int64
+    pair_cells_B2: Int64
+    pair_sources_B: Int64
+    pair_ranges_S: Int64
+
+    @classmethod
+    def of(cls, view: PairView) -> _Cells:
+        problems, sources = max(1, len(view.problem_ids)), len(view.sources)
+        kinds_R = np.where(view.correct_R, 0, 1)
+        keys_R = (view.sources_R.astype(np.int64) * 2 + kinds_R) * problems + view.problems_R
+        order_R = np.argsort(keys_R, kind="stable")
+        keys_C, starts_C, sizes_C = np.unique(keys_R[order_R], return_index=True, return_counts=True)
+        places_C, problems_C = np.divmod(keys_C, problems)
+        sources_C, kinds_C = np.divmod(places_C, 2)
+        ranges_K = np.searchsorted(places_C, np.arange(2 * sources + 1))
+        of_kind = [np.flatnonzero(kinds_C == kind) for kind in (0, 1)]
+        correct, incorrect = (sources_C[cells] * problems + problems_C[cells] for cells in of_kind)
+        both_B, *at = np.intersect1d(correct, incorrect, assume_unique=True, return_indices=True)
+        pair_sources_B = both_B // problems
+        return cls(
+            rows_R=view.rows_R[order_R],
+            starts_C=starts_C,
+            sizes_C=sizes_C,
+            ranges_K=ranges_K,
+            pair_cells_B2=np.stack([of_kind[0][at[0]], of_kind[1][at[1]]], axis=1),
+            pair_sources_B=pair_sources_B,
+            pair_ranges_S=np.searchsorted(pair_sources_B, np.arange(sources + 1)),
+        )
+
+    @property
+    def pairable_by_source(self) -> list[int]:
+        """How many problems of each source can be paired."""
+        counts: list[int] = np.diff(self.pair_ranges_S).tolist()
+        return counts
+
+    def draw_rows(self, generator: np.random.Generator, cells_M: Int64) -> Int64:
+        """One row of each of these cells, uniformly."""
+        rows_M: Int64 = self.rows_R[self.starts_C[cells_M] + generator.integers(0, self.sizes_C[cells_M])]
+        return rows_M
+
+
+def _choose(generator: np.random.Generator, weights_S: NDArray[np.float64], n: int) -> Int64:
+    """n indices with probabilities `weights_S` (which sum to 1)."""
+    bounds_S = np.cumsum(weights_S)
+    # The last bound may round to a little less or more than 1: scaling by it keeps every draw inside.
+    found_M: Int64 = np.searchsorted(bounds_S, generator.random(n) * bounds_S[-1], side="right")
+    return found_M
+
+
+def _weights(sources: Sequence[str], weights: Mapping[str, float]) -> NDArray[np.float64]:
+    """Probabilities by source index; all 0 when there is no weight."""
+    weights_S = np.array([weights.get(name, 0.0) for name in sources], np.float64)
+    return weights_S / weights_S.sum() if weights_S.any() else weights_S
+
+
+def _counts(view: PairView, source: str) -> tuple[int, int]:
+    """Correct and incorrect rows of one source."""
+    if source not in view.sources:
+        return 0, 0
+    of_source_R = view.sources_R == view.sources.index(source)
+    correct = int(np.count_nonzero(view.correct_R & of_source_R))
+    return correct, int(np.count_nonzero(of_source_R)) - correct
+
+
+def _shared_codes(batches: Sequence[pa.RecordBatch], name: str) -> tuple[Int32, tuple[str, ...]]:
+    """A column of shared strings over all shards: int32 index per row, and the strings in order of appearance."""
+    codes: dict[str, int] = {}
+    parts = [np.empty(0, np.int32)]
+    for batch in batches:
+        column = batch.column(name)
+        of_shard = np.array([codes.setdefault(word, len(codes)) for word in column.dictionary.to_pylist()], np.int32)
+        parts.append(of_shard[column.indices.to_numpy()])
+    return np.concatenate(parts), tuple(codes)
+
+
+def _flags(batches: Sequence[pa.RecordBatch], name: str) -> Bool:
+    return np.concatenate(
+        [np.empty(0, np.bool_), *(batch.column(name).to_numpy(zero_copy_only=False) for batch in batches)]
+    )
+
+
+def _chosen(problem_ids: Sequence[str], keep: ProblemFilter | None, drop: ProblemFilter | None) -> Bool:
+    """By problem index: whether the filters leave it in."""
+    kept, dropped = _predicate(keep, when_absent=True), _predicate(drop, when_absent=False)
+    return np.array([kept(name) and not dropped(name) for name in problem_ids], np.bool_)
+
+
+def _predicate(chosen: ProblemFilter | None, *, when_absent: bool) -> Callable[[str], bool]:
+    if chosen is None:
+        return lambda _: when_absent
+    if callable(chosen):
+        return chosen
+    return frozenset(chosen).__contains__

@@ -1,0 +1,178 @@
+"""The run directory: where everything a run leaves behind lies, and who may write to it.
+
+    with RunDirectory.create(Path("runs"), "first", experiment).lock() as run:
+        run.state, run.metrics, ...
+
+Invariants: `experiment.toml` is written once, when the run is created; at most one process drives a run at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pvg.errors import UsageError
+from pvg.experiment import Experiment, load_experiment, nearest
+from pvg.store.atomic import is_temporary, make_directory, write_atomic
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths of one run. Making one touches no disk: use `create` or `open`."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def experiment_file(self) -> Path:
+        """The resolved configuration, as run."""
+        return self.path / "experiment.toml"
+
+    @property
+    def state(self) -> Path:
+        """The game's state; the commit before it lies beside it (pvg.store.state)."""
+        return self.path / "state.json"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def spans(self) -> Path:
+        return self.path / "spans.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
+
+    @classmethod
+    def create(cls, root: Path, name: str, experiment: Experiment) -> RunDirectory:
+        """Make `root/name` with its folders and its experiment.toml.
+
+        A folder that a process left behind before its experiment.toml was written is completed. Raises UsageError when
+        the run exists, when the name cannot be a folder's, or when the folder holds something that is no run.
+        """
+        if not RUN_NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot be the name of a run.", "Use letters, digits, dots, dashes and underscores."
+            )
+        run = cls(root / name)
+        run._refuse_existing()
+        make_directory(run.path)
+        with run.lock():
+            run._refuse_existing()  # another process may have created it since
+            for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
+                make_directory(folder)
+            write_atomic(run.experiment_file, experiment.to_toml().encode())
+        return run
+
+    @classmethod
+    def open(cls, path_or_name: str | Path, root: Path) -> RunDirectory:
+        """The existing run of that name in `root`, or at that path.
+
+        Raises UsageError with the nearest run of `root` when there is none.
+        """
+        for candidate in (root / path_or_name, Path(path_or_name)):
+            run = cls(candidate)
+            if run.experiment_file.is_file():
+                return run
+        name = Path(path_or_name).name
+        known = runs_in(root)
+        hint = nearest(name, known)
+        raise UsageError(
+            f"There is no run {str(path_or_name)!r} in {root}." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"Known runs: {', '.join(known)}." if known else "Start one with: pvg train",
+        )
+
+    def experiment(self) -> Experiment:
+        """The configuration the run was created with. Raises ConfigurationError when the file was damaged."""
+        return load_experiment(self.experiment_file)
+
+    @contextmanager
+    def lock(self) -> Iterator[RunDirectory]:
+        """Be the one process that drives this run; the kernel releases the lock however the process ends.
+
+        The lock belongs to the open file, so a forked child shares it until it ends or executes another program.
+        Raises UsageError with the other process's id when the run is being driven already.
+        """
+        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._driven_elsewhere(os.pread(descriptor, 32, 0)) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            yield self
+        finally:
+            os.close(descriptor)
+
+    def _refuse_existing(self) -> None:
+        if self.experiment_file.exists():
+            raise UsageError(
+                f"The run {self.name!r} already exists in {self.path.parent}.",
+                "Continue it with --resume, or give the new run another name.",
+            )
+        ours = {path.name for path in (self.manifest, self.rollouts, self.checkpoints)}
+        ours |= {self.weights.name, self.lock_file.name}
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"{self.path} is a file, not a run directory.", "Give the run another name.")
+        strangers = [
+            entry.name
+            for entry in (self.path.iterdir() if self.path.is_dir() else ())
+            if entry.name not in ours and not is_temporary(entry)
+        ]
+        if strangers:
+            raise UsageError(
+                f"{self.path} exists and is not a run: it holds {min(strangers)}, but no {self.experiment_file.name}.",
+                "Give the run another name, or move that folder away.",
+            )
+
+    def _driven_elsewhere(self, content: bytes) -> UsageError:
+        # Empty for the instant between another process's flock and its writing of the number.
+        owner = f"process {content.decode()}" if content.isdigit() else "another process"
+        return UsageError(
+            f"The run {self.name!r} is being driven by {owner}.",
+            "Wait until it is done or stop it (Ctrl-C commits first), or give the new run another name.",
+        )
+
+
+def runs_in(root: Path) -> list[str]:
+    """The names of the runs in `root`, sorted."""
+    if not root.is_dir():
+        return []
+    return sorted(path.parent.name for path in root.glob("*/experiment.toml"))

@@ -1,0 +1,290 @@
+"""Rollouts as immutable Arrow files, each written whole, renamed into place and named by its checksum.
+
+Invariants: a shard never changes after it is written; what is read back equals what was written in every bit; a shard
+that no commit names is no part of the run. Shards are not compressed, so that they can be mapped into memory and rows
+read where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pvg.errors import StateError
+from pvg.records import Grade, Role, Rollout, Timing, VersionSpan
+from pvg.store.atomic import (
+    DamagedFileError,
+    is_temporary,
+    make_directory,
+    sync_directory,
+    write_atomic,
+)
+
+SHARD_SCHEMA = b"1"
+ROLLOUTS = "rollouts"
+
+# Strings that many rows of a shard share are stored once and referred to by number.
+_SHARED = pa.dictionary(pa.int32(), pa.string())
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("problem_id", _SHARED, nullable=False),
+        pa.field("question", _SHARED, nullable=False),
+        pa.field("reference", _SHARED, nullable=False),
+        pa.field("role", _SHARED, nullable=False),
+        pa.field("round", pa.int64(), nullable=False),
+        pa.field("source", _SHARED, nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("span_starts", pa.list_(pa.int64()), nullable=False),
+        pa.field("span_versions", pa.list_(pa.int64()), nullable=False),
+        pa.field("finish_reason", _SHARED, nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("correct", pa.bool_(), nullable=False),
+        pa.field("well_formed", pa.bool_(), nullable=False),
+        pa.field("answer", pa.string()),
+        pa.field("note", pa.string(), nullable=False),
+        pa.field("queued_s", pa.float64(), nullable=False),
+        pa.field("service_s", pa.float64(), nullable=False),
+        pa.field("score", pa.float64()),
+        pa.field("verifier_version", _SHARED),
+        pa.field("reward", pa.float64()),
+    ],
+    metadata={b"pvg.shard": SHARD_SCHEMA},
+)
+
+# The list columns that come back as arrays; the spans' two become VersionSpans.
+ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a commit keeps of a shard. `path` is relative to the run directory, `checksum` the file's sha256."""
+
+    path: str
+    rows: int
+    bytes: int
+    checksum: str
+
+    @property
+    def round(self) -> int:
+        return int(Path(self.path).parent.name.removeprefix("round-"))
+
+    @property
+    def label(self) -> str:
+        return Path(self.path).stem
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ShardInfo:
+        return cls(**plain)
+
+
+class RolloutShards:
+    """The shards of one run; `directory` is the run directory, shards lie in its `rollouts/round-NNN/`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(self, round_: int, label: str, rollouts: Sequence[Rollout]) -> ShardInfo:
+        """Store `rollouts` as `rollouts/round-002/<label>.arrow`, durable on return; it counts once a commit names it.
+
+        Raises StateError when that shard exists already, MissingRequirementError when the disk is full, TypeError for
+        token ids or log-probs of another dtype than a Rollout's.
+        """
+        relative = f"{ROLLOUTS}/round-{round_:03d}/{label}.arrow"
+        path = self.directory / relative
+        if path.exists():
+            raise StateError(f"The shard {path} exists already, and shards never change.", "Recover the run first.")
+        data = _to_bytes(rollouts)
+        make_directory(path.parent)
+        write_atomic(path, memoryview(data))
+        return ShardInfo(relative, len(rollouts), data.size, hashlib.sha256(data).hexdigest())
+
+    def read(self, shard: ShardInfo | Path) -> list[Rollout]:
+        """The rollouts of a shard, in the order they were written.
+
+        Given the info, the bytes are checked against its checksum; given a bare path, only the file's structure is.
+        Raises DamagedFileError.
+        """
+        path = self.path_of(shard)
+        data = _read_bytes(path)
+        if isinstance(shard, ShardInfo):
+            _check(path, shard, len(data), hashlib.sha256(data).hexdigest())
+        batch = _open(pa.BufferReader(data), path)
+        if isinstance(shard, Path):
+            _validate(batch, path)
+        return _to_rollouts(batch)
+
+    def map(self, info: ShardInfo) -> pa.RecordBatch:
+        """The shard's rows, mapped into memory and verified: columns take memory once they are touched or taken."""
+        self.verify(info)
+        path = self.path_of(info)
+        return _open(pa.memory_map(str(path)), path)
+
+    def verify(self, info: ShardInfo) -> None:
+        """Raises DamagedFileError when the file is missing, cut short, or not the bytes that were written."""
+        path = self.path_of(info)
+        try:
+            with open(path, "rb") as file:
+                size = file.seek(0, io.SEEK_END)
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise _damaged(path, "the file is missing") from None
+        _check(path, info, size, digest)
+
+    def recover(self, committed: Sequence[ShardInfo]) -> list[Path]:
+        """Remove the shards and temporaries that no commit names; returns what was removed.
+
+        Name the shards of every commit that may still be resumed (FileStateStore.commits). Only for the process that
+        drives the run. Does not look inside the committed shards: see `verify`.
+        """
+        kept = {self.directory / info.path for info in committed}
+        removed = []
+        for path in sorted((self.directory / ROLLOUTS).glob("round-*/*")):
+            if path not in kept and (path.suffix == ".arrow" or is_temporary(path)):
+                path.unlink()
+                removed.append(path)
+        for folder in {path.parent for path in removed}:
+            sync_directory(folder)
+        return removed
+
+    def path_of(self, shard: ShardInfo | Path) -> Path:
+        return self.directory / (shard.path if isinstance(shard, ShardInfo) else shard)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise _damaged(path, "the file is missing") from None
+
+
+def _check(path: Path, info: ShardInfo, size: int, digest: str) -> None:
+    if size != info.bytes:
+        raise _damaged(path, f"{size} bytes instead of {info.bytes}")
+    if digest != info.checksum:
+        raise _damaged(path, "its checksum is not the committed one")
+
+
+def _damaged(path: Path, reason: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy, or resume from an earlier commit."
+    )
+
+
+def _open(source: Any, path: Path) -> pa.RecordBatch:
+    try:
+        reader = pa.ipc.open_file(source)
+        version = (reader.schema.metadata or {}).get(b"pvg.shard")
+        if version not in (None, SHARD_SCHEMA):
+            raise StateError(
+                f"{path} has shard schema {version.decode()}, and this pvg reads {SHARD_SCHEMA.decode()}.",
+                "Read it with the pvg that wrote it.",
+            )
+        if version is None or reader.schema != SCHEMA or reader.num_record_batches != 1:
+            raise _damaged(path, "it is not a rollout shard")
+        return reader.get_batch(0)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from None
+
+
+def _validate(batch: pa.RecordBatch, path: Path) -> None:
+    """Offsets and references that point outside of the file would otherwise end the process, not raise."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise _damaged(path, str(error).splitlines()[0]) from None
+
+
+# --- rows to columns -----------------------------------------------------------------------------------------------
+
+
+def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
+    columns: dict[str, pa.Array] = {
+        "prompt_ids": _lists([r.prompt_ids for r in rollouts], np.dtype(np.int32)),
+        "completion_ids": _lists([r.completion_ids for r in rollouts], np.dtype(np.int32)),
+        "logprobs": _lists([r.logprobs for r in rollouts], np.dtype(np.float32)),
+        "span_starts": pa.array([[s.start for s in r.spans] for r in rollouts], pa.list_(pa.int64())),
+        "span_versions": pa.array([[s.version for s in r.spans] for r in rollouts], pa.list_(pa.int64())),
+        "role": _shared([r.role.value for r in rollouts]),
+    }
+    for part, names in (
+        ("grade", ("correct", "well_formed", "answer", "note")),
+        ("timing", ("queued_s", "service_s")),
+    ):
+        for name in names:
+            values = [getattr(getattr(r, part), name) for r in rollouts]
+            columns[name] = pa.array(values, SCHEMA.field(name).type)
+    for column in SCHEMA:
+        if column.name not in columns:
+            values = [getattr(r, column.name) for r in rollouts]
+            columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
+    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def _shared(values: Sequence[str | None]) -> pa.Array:
+    return pa.array(values, pa.string()).dictionary_encode().cast(_SHARED)
+
+
+def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
+    """Arrays as one flat column with offsets, bit by bit: no conversion, not even of a NaN's payload."""
+    for row in rows:
+        if row.dtype != dtype or row.ndim != 1:
+            raise TypeError(f"A rollout's array must be {dtype} of one dimension, not {row.dtype} of {row.ndim}.")
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    flat = np.concatenate([np.empty(0, dtype), *rows])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=False))
+
+
+# --- columns to rows -----------------------------------------------------------------------------------------------
+
+
+def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
+    columns: dict[str, list[Any]] = {
+        name: list_rows(batch.column(name)) if name in ARRAYS else batch.column(name).to_pylist()
+        for name in SCHEMA.names
+    }
+
+    def rollout(i: int) -> Rollout:
+        row = {name: values[i] for name, values in columns.items()}
+        spans = zip(row.pop("span_starts"), row.pop("span_versions"), strict=True)
+        return Rollout(
+            role=Role(row.pop("role")),
+            spans=tuple(VersionSpan(start, version) for start, version in spans),
+            grade=Grade(*(row.pop(name) for name in ("correct", "well_formed", "answer", "note"))),
+            timing=Timing(row.pop("queued_s"), row.pop("service_s")),
+            **row,
+        )
+
+    return [rollout(i) for i in range(batch.num_rows)]
+
+
+def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:
+    """The rows of a list column as writable arrays; they share one copy of the column's values."""
+    offsets = column.offsets.to_numpy()
+    flat = cast("NDArray[Any]", column.values.to_numpy())[offsets[0] : offsets[-1]].copy()
+    return np.split(flat, offsets[1:-1] - offsets[0]) if len(column) else []
