@@ -1,0 +1,198 @@
+"""Decoding one batch of requests to the end: prefill of the distinct prompts, then one forward pass per token.
+
+No work per row is done in Python while decoding; rows that finished leave, so that the work falls with the live rows.
+
+Invariant: the result of a row is that of decoding it alone, up to the rounding of floating-point sums: the shape of a
+matrix product decides the order in which it adds, and two tokens that close to a tie may change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pvg.errors import TrainingDivergedError
+from pvg.models.padding import pad_right, token_budget_batches
+from pvg.records import FinishReason, Float32, Int32
+from pvg.rollout.engine import GenerationRequest
+from pvg.rollout.kv_cache import Placement, RowCache
+from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
+
+# Prompt tokens in one forward pass: enough to fill a device, little enough that activations stay below the KV cache.
+PREFILL_TOKENS = 16_384
+# Compact when this share of the rows has finished: moving rows costs about one step's reading of them.
+COMPACT_SHARE = 1 / 8
+NO_STOP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One row's result: `token_ids` int32 [C], the stop token included, and `logprobs` float32 [C] in nats."""
+
+    token_ids: Int32
+    logprobs: Float32
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The live rows: which request each is, its next input token, position, settings, stop tokens and limit."""
+
+    request_R: Tensor
+    token_R: Tensor
+    position_R: Tensor
+    stop_RS: Tensor
+    limit_R: Tensor
+    done_R: Tensor
+    settings: RowSettings
+    visible_RT: Tensor | None  # None: no row has padding, so nothing needs a mask
+
+    def select(self, rows_K: Tensor) -> None:
+        self.request_R, self.token_R = self.request_R[rows_K], self.token_R[rows_K]
+        self.position_R, self.stop_RS = self.position_R[rows_K], self.stop_RS[rows_K]
+        self.limit_R, self.done_R = self.limit_R[rows_K], self.done_R[rows_K]
+        self.settings = self.settings.select(rows_K)
+        if self.visible_RT is not None:
+            self.visible_RT = self.visible_RT[rows_K]
+
+
+@torch.inference_mode()
+def decode(
+    module: nn.Module, requests: Sequence[GenerationRequest], dropped_N: NDArray[np.bool_], device: torch.device
+) -> list[Decoded]:
+    """Sample every request to its end, in one batch; results in the order of the requests.
+
+    `dropped_N` may be set by another thread while this runs: such a row leaves at the next step, its result is cut
+    short and means nothing. Raises TrainingDivergedError when the model's logits are not finite.
+    """
+    limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
+    steps = int(limits_N.max())
+    cache, rows = _start(module, requests, limits_N, device)
+    uniform_NT = torch.from_numpy(uniform_numbers(requests, steps)).to(device)
+    tokens_NT = torch.zeros(len(requests), steps, dtype=torch.int64, device=device)
+    logprobs_NT = torch.zeros(len(requests), steps, dtype=torch.float32, device=device)
+
+    for step in range(steps):
+        logprobs_RV = distribution(_next_logits(module, rows, cache), rows.settings)
+        rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, step])
+        tokens_NT[rows.request_R, step] = rows.token_R
+        logprobs_NT[rows.request_R, step] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
+        rows.position_R = rows.position_R + 1
+        rows.done_R |= (rows.token_R[:, None] == rows.stop_RS).any(dim=1) | (rows.limit_R <= step + 1)
+        if dropped_N.any():
+            rows.done_R |= torch.from_numpy(dropped_N).to(device)[rows.request_R]
+        live = len(rows.done_R) - int(rows.done_R.sum())
+        if live == 0:
+            break
+        if len(rows.done_R) - live >= max(1, COMPACT_SHARE * len(rows.done_R)):
+            _compact(rows, cache, live)
+    return _results(requests, limits_N, dropped_N, tokens_NT.cpu().numpy(), logprobs_NT.cpu().numpy())
+
+
+def _start(
+    module: nn.Module, requests: Sequence[GenerationRequest], limits_N: NDArray[np.int64], device: torch.device
+) -> tuple[RowCache, _Rows]:
+    """The cache with every prompt but its last token, which is the first input of decoding."""
+    known_N = np.asarray([len(request.prompt_ids) - 1 for request in requests], dtype=np.int64)
+    start = int(known_N.max())
+    capacity = start + int(limits_N.max())
+    cache = RowCache(len(requests), start, capacity)
+    if start:
+        _prefill(module, cache, [request.prompt_ids[:-1] for request in requests], device)
+    stops = [request.sampling.stop_ids for request in requests]
+    stop_NS = np.full((len(requests), max(1, *map(len, stops))), NO_STOP, dtype=np.int64)
+    for row, ids in enumerate(stops):
+        stop_NS[row, : len(ids)] = ids
+    known = torch.from_numpy(known_N).to(device)
+    padded = bool((known_N != start).any())
+    return cache, _Rows(
+        request_R=torch.arange(len(requests), device=device),
+        token_R=torch.tensor([int(request.prompt_ids[-1]) for request in requests], device=device),
+        position_R=known,
+        stop_RS=torch.from_numpy(stop_NS).to(device),
+        limit_R=torch.from_numpy(limits_N).to(device),
+        done_R=torch.zeros(len(requests), dtype=torch.bool, device=device),
+        settings=RowSettings.of([request.sampling for request in requests], device),
+        visible_RT=torch.arange(capacity, device=device) >= start - known[:, None] if padded else None,
+    )
+
+
+def _prefill(module: nn.Module, cache: RowCache, prefixes: Sequence[Int32], device: torch.device) -> None:
+    """Run each distinct prefix once (padded to the right: causal attention never looks there) and place it."""
+    rows_of: dict[bytes, list[int]] = {}
+    for row, prefix in enumerate(prefixes):
+        if len(prefix):
+            rows_of.setdefault(prefix.tobytes(), []).append(row)
+    groups = list(rows_of.values())
+    lengths_U = np.asarray([len(prefixes[rows[0]]) for rows in groups])
+    decoder = cast(Any, module).get_decoder()
+    for batch in token_budget_batches(lengths_U, max(PREFILL_TOKENS, int(lengths_U.max()))):
+        ids_BL, _ = pad_right([prefixes[groups[group][0]] for group in batch], 0, device)
+        cache.slots.placements = _placements([groups[group] for group in batch], lengths_U[batch], device)
+        decoder(input_ids=ids_BL, past_key_values=cache, use_cache=True)
+    cache.slots.placements = None
+
+
+def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[Placement]:
+    """One placement per distinct length: which prompts of the prefill batch go to which rows."""
+    found = []
+    for length in np.unique(lengths_B):
+        pairs = [(row, prompt) for prompt in np.flatnonzero(lengths_B == length) for row in groups[prompt]]
+        rows_F, prompts_F = torch.tensor(pairs, device=device).T
+        found.append(Placement(rows_F, prompts_F, int(length)))
+    return found
+
+
+def _next_logits(module: nn.Module, rows: _Rows, cache: RowCache) -> Tensor:
+    """One forward pass: logits_RV for the token after each live row's newest."""
+    end = cache.slots.columns + 1
+    output = module(
+        input_ids=rows.token_R[:, None],
+        attention_mask=None if rows.visible_RT is None else rows.visible_RT[:, :end],
+        position_ids=rows.position_R[:, None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    cache.advance()
+    logits_RV: Tensor = output.logits[:, -1]
+    return logits_RV
+
+
+def _compact(rows: _Rows, cache: RowCache, live: int) -> None:
+    """Live rows from behind move into the places of finished ones: as few rows are copied as possible."""
+    order_R = torch.arange(len(rows.done_R), device=rows.done_R.device)
+    targets_M = order_R[:live][rows.done_R[:live]]
+    sources_M = order_R[live:][~rows.done_R[live:]]
+    cache.compact(sources_M, targets_M, live)
+    kept_K = order_R[:live].clone()
+    kept_K[targets_M] = sources_M
+    rows.select(kept_K)
+
+
+def _results(
+    requests: Sequence[GenerationRequest],
+    limits_N: NDArray[np.int64],
+    dropped_N: NDArray[np.bool_],
+    tokens_NT: NDArray[np.int64],
+    logprobs_NT: Float32,
+) -> list[Decoded]:
+    """Cut each row at its first stop token or its limit: what a finished row went on to sample is thrown away."""
+    results = []
+    for row, request in enumerate(requests):
+        limit = int(limits_N[row])
+        stops = np.flatnonzero(np.isin(tokens_NT[row, :limit], request.sampling.stop_ids))
+        length = int(stops[0]) + 1 if stops.size else limit
+        logprobs = logprobs_NT[row, :length].copy()
+        if not dropped_N[row] and not np.isfinite(logprobs).all():
+            raise TrainingDivergedError(
+                f"The policy's logits are not finite (request {request.id!r}).",
+                "Its weights have diverged: resume from the last commit with a lower learning rate.",
+            )
+        results.append(Decoded(tokens_NT[row, :length].astype(np.int32), logprobs, "stop" if stops.size else "length"))
+    return results

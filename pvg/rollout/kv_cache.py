@@ -1,0 +1,105 @@
+"""The keys and values of a batch that shrinks: preallocated, filled from shared prompts, compacted as rows finish.
+
+Rows are aligned to the right end of their prompts, so that every row writes the same column in a decoding step. A
+prompt that several rows share goes through the model once and is copied to each of them.
+
+Invariant: a column before a row's own first token holds zeros and is masked, so it cannot reach the row's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Row `prompts_F[f]` of a prefill batch, its first `length` tokens, becomes the prompt of cache row `rows_F[f]`."""
+
+    rows_F: Tensor
+    prompts_F: Tensor
+    length: int
+
+
+@dataclass(slots=True)
+class Slots:
+    """What all layers share. `rows` are in use, `columns` are filled; columns below `start` belong to the prompts."""
+
+    rows: int
+    start: int
+    capacity: int
+    columns: int
+    placements: Sequence[Placement] | None = None
+
+
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer: keys and values [rows, heads, capacity, head width]."""
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = (self._buffer(states) for states in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """In a prefill, copy the prompts to their rows and attend to the prompts alone; else append one column."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots = self._slots
+        if slots.placements is not None:
+            for place in slots.placements:
+                columns = slice(slots.start - place.length, slots.start)
+                self.keys[place.rows_F, :, columns] = key_states[place.prompts_F, :, : place.length]
+                self.values[place.rows_F, :, columns] = value_states[place.prompts_F, :, : place.length]
+            return key_states, value_states
+        end = slots.columns + key_states.shape[2]
+        self.keys[: slots.rows, :, slots.columns : end] = key_states
+        self.values[: slots.rows, :, slots.columns : end] = value_states
+        return self.keys[: slots.rows, :, :end], self.values[: slots.rows, :, :end]
+
+    def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
+        for buffer in (self.keys, self.values):
+            filled = buffer[:, :, : self._slots.columns]
+            filled[targets_M] = filled[sources_M]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self._slots.placements is not None else self._slots.columns
+
+    def get_max_length(self) -> int:
+        return self._slots.capacity
+
+    def _buffer(self, states: Tensor) -> Tensor:
+        slots = self._slots
+        buffer = states.new_empty(slots.rows, states.shape[1], slots.capacity, states.shape[3])
+        # Masked is not unread: a NaN left in fresh memory would pass through a weight of 0.
+        buffer[:, :, : slots.start] = 0
+        return buffer
+
+
+class RowCache(Cache):  # type: ignore[misc]
+    """A transformers cache for `rows` rows whose prompts (but their last tokens) take at most `start` columns."""
+
+    def __init__(self, rows: int, start: int, capacity: int) -> None:
+        self.slots = Slots(rows=rows, start=start, capacity=capacity, columns=start)
+        super().__init__(layer_class_to_replicate=partial(RowLayer, self.slots))
+
+    def advance(self) -> None:
+        """The column written by the last forward pass is now part of every row."""
+        self.slots.columns += 1
+
+    def compact(self, sources_M: Tensor, targets_M: Tensor, rows: int) -> None:
+        """Keep the first `rows` rows, after row `sources_M[m]` has moved to the place of row `targets_M[m]`."""
+        for layer in self.layers:
+            layer.move(sources_M, targets_M)
+        self.slots.rows = rows

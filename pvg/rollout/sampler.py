@@ -1,0 +1,128 @@
+"""From logits to tokens: temperature, then top-k, then top-p, and one uniform number per token.
+
+Invariants: the log-probs are those of exactly the distribution that is sampled from, renormalised after the cuts, in
+float32; a row's outcome depends on its own logits, settings and numbers only, never on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pvg.rollout.engine import GenerationRequest, Sampling
+
+# A nucleus nearly always lies within this many tokens; sorting a whole vocabulary costs more than the model does.
+NUCLEUS_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """The settings of R rows: `temperature_R1` float32, `top_k_R` int64 (0: no cut), `top_p_R` float64 (1: no cut).
+
+    The flags say what no row of the batch as first gathered needs, so that it is skipped.
+    """
+
+    temperature_R1: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    tempered: bool
+    largest_k: int
+    nucleus: bool
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
+        # Below the smallest normal number a device may round to 0, and 0 / 0 has no meaning.
+        temperature_R = np.maximum([s.temperature for s in samplings], np.finfo(np.float32).tiny)
+        return cls(
+            temperature_R1=torch.tensor(temperature_R, dtype=torch.float32, device=device)[:, None],
+            top_k_R=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
+            top_p_R=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
+            tempered=bool((temperature_R != 1.0).any()),
+            largest_k=max(s.top_k for s in samplings),
+            nucleus=any(s.top_p < 1.0 for s in samplings),
+        )
+
+    def select(self, rows_K: Tensor) -> RowSettings:
+        """The settings of rows `rows_K` int64, in that order."""
+        return RowSettings(
+            self.temperature_R1[rows_K],
+            self.top_k_R[rows_K],
+            self.top_p_R[rows_K],
+            self.tempered,
+            self.largest_k,
+            self.nucleus,
+        )
+
+
+def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArray[np.float64]:
+    """numbers_NT in [0, 1): number t of request n comes from Philox, a counter-based generator keyed by its seed."""
+    numbers_NT = np.empty((len(requests), count))
+    for row, request in enumerate(requests):
+        np.random.Generator(np.random.Philox(key=request.seed)).random(out=numbers_NT[row])
+    return numbers_NT
+
+
+def distribution(logits_RV: Tensor, settings: RowSettings) -> Tensor:
+    """logprobs_RV float32 of the distribution to sample from; a token that was cut has -inf.
+
+    The temperature divides logits from which the row's largest was taken first: as it nears 0 the quotients tend to
+    -inf and never to inf - inf, so that the limit is greedy choice (tokens tied for first place share equally).
+    """
+    logits_RV = logits_RV.float()
+    if settings.tempered:
+        logits_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / settings.temperature_R1
+    if settings.largest_k > 0 or settings.nucleus:
+        threshold_R1 = cut_threshold(logits_RV, settings)
+        logits_RV = logits_RV.masked_fill(logits_RV < threshold_R1, -torch.inf)
+    return torch.log_softmax(logits_RV, dim=-1)
+
+
+def cut_threshold(logits_RV: Tensor, settings: RowSettings) -> Tensor:
+    """threshold_R1: the smallest logit that survives top-k and then top-p (of what top-k left, renormalised).
+
+    Top-k keeps the k largest; top-p keeps the fewest largest whose probabilities sum to top_p or more. Tokens whose
+    logits equal the threshold are all kept, in either cut: no order among equals has to be invented.
+    """
+    vocabulary = logits_RV.shape[-1]
+    width = min(vocabulary, max(settings.largest_k, NUCLEUS_CANDIDATES if settings.nucleus else 1))
+    threshold_R1, complete = _threshold_among(logits_RV, settings, width)
+    if not complete:
+        threshold_R1, _ = _threshold_among(logits_RV, settings, vocabulary)
+    return threshold_R1
+
+
+def _threshold_among(logits_RV: Tensor, settings: RowSettings, width: int) -> tuple[Tensor, bool]:
+    """The threshold as the `width` largest logits of each row show it, and whether they were enough to tell."""
+    candidates_RW = logits_RV.topk(width, dim=-1).values
+    k_R1 = settings.top_k_R.clamp(min=1, max=width)[:, None]
+    top_k_R1 = candidates_RW.gather(1, k_R1 - 1).masked_fill(settings.top_k_R[:, None] == 0, -torch.inf)
+    if not settings.nucleus:
+        return top_k_R1, True
+
+    kept_RV = logits_RV.masked_fill(logits_RV < top_k_R1, -torch.inf)
+    total_R1 = kept_RV.logsumexp(dim=-1, keepdim=True).double()
+    mass_RW = (candidates_RW.double() - total_R1).exp().masked_fill(candidates_RW < top_k_R1, 0.0)
+    sums_RW = mass_RW.cumsum(dim=-1)
+    uncut_R1 = settings.top_p_R[:, None] >= 1.0
+    last_R1 = (sums_RW - mass_RW < settings.top_p_R[:, None]).sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    top_p_R1 = candidates_RW.gather(1, last_R1).masked_fill(uncut_R1, -torch.inf)
+    enough_R1 = uncut_R1 | (sums_RW[:, -1:] >= settings.top_p_R[:, None]) | (candidates_RW[:, -1:] <= top_k_R1)
+    return torch.maximum(top_k_R1, top_p_R1), width == logits_RV.shape[-1] or bool(enough_R1.all())
+
+
+def sample(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """tokens_R int64 by inversion: the first token whose cumulative probability (float64) exceeds the row's number.
+
+    `uniform_R` float64 in [0, 1). A token of probability 0 is never taken. Rows of NaN give an arbitrary valid token.
+    """
+    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1, dtype=torch.float64)
+    total_R1 = cumulative_RV[:, -1:]
+    below_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    target_R1 = torch.minimum(uniform_R[:, None] * total_R1, below_R1)
+    tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True)
+    return tokens_R1[:, 0].clamp(max=logprobs_RV.shape[-1] - 1)

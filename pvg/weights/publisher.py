@@ -1,0 +1,74 @@
+"""`Publisher`: a trainer's weights to every engine, as one numbered version."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pvg.errors import ConfigurationError, StateError
+from pvg.weights.update import SyncTiming, WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pvg.rollout.engine import Engine
+
+
+class Publisher:
+    """Hands weights to `engines`. Versions only go up, from the newest version any engine has.
+
+    `log` gets one `[weights]` line per update (times in seconds of the monotonic clock).
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, log: Callable[[str], None] | None = None) -> None:
+        if not engines:
+            raise ConfigurationError("There is no engine to publish weights to.")
+        self._engines = tuple(engines)
+        self._log = log
+        self._version = max(engine.version for engine in engines)
+
+    @property
+    def version(self) -> int:
+        """The newest version that was sent; it may have failed to arrive."""
+        return self._version
+
+    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> list[SyncTiming]:
+        """Send `tensors` (by parameter name) to all engines at once; one timing per engine, in their order.
+
+        The tensors must not change until this returns. Raises StateError for a version that is not above the last.
+        If an engine fails, the others are awaited, then its error surfaces; that version counts as used, as some
+        engines may have it: publish again under a higher one.
+        """
+        if version <= self._version:
+            raise StateError(
+                f"Version {version} of the weights cannot be published: version {self._version} already was.",
+                "Versions only go up.",
+            )
+        self._version = version
+        update = WeightUpdate(version, tensors, trace_id=uuid.uuid4().hex[:16])
+        sent = time.monotonic()
+        outcomes = await asyncio.gather(
+            *(engine.load_weights(update) for engine in self._engines), return_exceptions=True
+        )
+        done = time.monotonic()
+        timings = [outcome for outcome in outcomes if isinstance(outcome, SyncTiming)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if self._log is not None:
+            self._log(_line(update, sent, done, timings, len(failures)))
+        if failures:
+            raise failures[0]
+        return timings
+
+
+def _line(update: WeightUpdate, sent: float, done: float, timings: Sequence[SyncTiming], failed: int) -> str:
+    """One event: the update has reached every engine, or some `failed`. The slowest engine gives `rpc_ms`."""
+    wall_ms = (done - sent) * 1e3
+    rpc_ms = max((timing.rpc_ms for timing in timings), default=0.0)
+    return (
+        f"[weights] client.done t={done:.6f} trace={update.trace_id} version={update.version} "
+        f"engines={len(timings) + failed} failed={failed} client.send={sent:.6f} "
+        f"wall_ms={wall_ms:.3f} rpc_ms={rpc_ms:.3f} queue_ms={wall_ms - rpc_ms:.3f}"
+    )
