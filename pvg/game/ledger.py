@@ -17,7 +17,7 @@ from pvg.errors import StateError
 from pvg.experiment import Experiment, differences
 from pvg.game.states import GameState
 from pvg.records import Rollout
-from pvg.store.checkpoints import prune, read_checkpoint, write_checkpoint
+from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
 from pvg.store.journal import JsonLines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -83,9 +83,8 @@ class Ledger:
         self._spans.sync()
         state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
         self._store.save(state.plain())
-        previous, self.state, self._pending = self.state, state, []
-        # The previous state stays recoverable until the next commit, so what it names stays too.
-        prune(self.directory.checkpoints, {name for name in (state.checkpoint, previous.checkpoint) if name})
+        self.state, self._pending = state, []
+        prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
         self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
 
     def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -123,23 +122,38 @@ class Ledger:
     # --- recovering --------------------------------------------------------------------------------------------
 
     def _recover(self, experiment: Experiment, code_version: str) -> GameState:
-        loaded = self._store.load()
-        if loaded.notice:
-            self.notices.append(loaded.notice)
+        """The last commit whose files are all whole, with everything that no commit names removed."""
+        loaded = self._store.load(check=self._check_files)
         if loaded.state is None:
             state = GameState(experiment.hash(), experiment.hashed(), code_version)
         else:
             state = GameState.from_plain(loaded.state)
             check_same_configuration(state, experiment)
-        infos = [ShardInfo.from_plain(plain) for plain in state.shards]
-        for info in infos:
-            self._shards.verify(info)
-        removed = self._shards.recover(infos)
-        removed += prune(self.directory.checkpoints, {state.checkpoint} if state.checkpoint else set())
+        if loaded.notice:
+            self.notices.append(loaded.notice)
+            # Twice: the damaged commit must be neither the last one nor the one before it, or its files would be kept
+            # and the phase that writes them again would find them there.
+            self._store.save(state.plain())
+            self._store.save(state.plain())
+        removed = self._shards.recover([ShardInfo.from_plain(plain) for plain in state.shards])
+        removed += prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
         removed += prune(self.directory.weights, set(state.weights))
         if removed:
             self.notices.append(f"Removed {len(removed)} unfinished files of an interrupted commit.")
         return state
+
+    def _check_files(self, plain: Mapping[str, Any]) -> None:
+        """Raises DamagedFileError when a file that a commit names is missing or damaged."""
+        for shard in plain["shards"]:
+            self._shards.verify(ShardInfo.from_plain(shard))
+        for name in plain["weights"]:
+            verify_checkpoint(self.directory.weights, name)
+        if plain["checkpoint"]:
+            verify_checkpoint(self.directory.checkpoints, plain["checkpoint"])
+
+    def _named_by_commits(self, field: str) -> set[str]:
+        """Checkpoints of the last commit and of the one before it: either may have to be resumed."""
+        return {commit[field] for commit in self._store.commits() if commit[field]}
 
 
 def check_same_configuration(state: GameState, experiment: Experiment) -> None:

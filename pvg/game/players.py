@@ -84,6 +84,7 @@ class Players:
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
             executor=self.executor,
+            prover_fingerprint=self.base.tokenizer.fingerprint,
         )
 
     async def close(self) -> None:

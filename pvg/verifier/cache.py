@@ -7,8 +7,11 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.records import Int32
+
+DIGEST_BYTES = 16
 
 
 class ScoreKey(NamedTuple):
@@ -21,7 +24,7 @@ class ScoreKey(NamedTuple):
 
 def digest_of(ids: Int32, prompt_length: int) -> bytes:
     """16 bytes that name token ids int32 [L] and where the solution begins in them."""
-    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=16)
+    digest = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=DIGEST_BYTES)
     digest.update(prompt_length.to_bytes(8, "little"))
     return digest.digest()
 
@@ -60,3 +63,16 @@ class ScoreCache:
     def clear(self) -> None:
         """Forget all scores; the counters stay."""
         self._scores.clear()
+
+    def entries(self) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+        """What `restore` takes: the tokens' digests uint8 [n, 16] and the scores float64 [n], oldest first.
+
+        Only for a cache of one version and one template, which is what a scorer keeps.
+        """
+        digests_N = np.frombuffer(b"".join(key.tokens for key in self._scores), dtype=np.uint8)
+        return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter(self._scores.values(), np.float64, len(self._scores))
+
+    def restore(self, version: str, template: str, digests: NDArray[np.uint8], scores: NDArray[np.float64]) -> None:
+        """Replace the contents by `entries` of another cache; the counters stay."""
+        keys = (ScoreKey(version, template, digest.tobytes()) for digest in digests)
+        self._scores = OrderedDict(zip(keys, scores.tolist(), strict=True))

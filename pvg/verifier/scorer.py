@@ -7,15 +7,15 @@
 Concurrent calls share one queue, hence batches; requests for a solution that is being computed wait for it.
 
 Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
-holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again, because
-nobody can know which weights that computation saw.
+holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again,
+because nobody can know which weights that computation saw.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -137,6 +137,28 @@ class VerifierScorer(Scorer):
             job.future.cancel()
         self._under_way.clear()
         self._queue.clear()
+
+    def cache_state(self) -> dict[str, Tensor]:
+        """The cached scores as tensors named "scores.*", for a checkpoint.
+
+        Without them a resumed run would compute again, beside other solutions and so with other last bits, what the
+        uninterrupted run had cached. Only between calls of `score`.
+        """
+        state = {}
+        for name, cache in (("scores.", self._cache), ("scores.reference_", self._references)):
+            digests, values = cache.entries()
+            state[f"{name}digests"] = torch.from_numpy(digests.copy())
+            state[f"{name}values"] = torch.from_numpy(values)
+        return state
+
+    def load_cache_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up a `cache_state` of a scorer with the same version, template and capacity."""
+        for name, cache, version in (
+            ("scores.", self._cache, self._version),
+            ("scores.reference_", self._references, ""),
+        ):
+            digests, values = state[f"{name}digests"].numpy(), state[f"{name}values"].numpy()
+            cache.restore(version, self._template.key, digests, values)
 
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
         """float32 [n], logits, all of `version` as it is on return.
