@@ -1,0 +1,197 @@
+"""Kill a run with SIGKILL at random moments of every phase, resume it each time, compare it with an uninterrupted one.
+
+    python tests/game/kill_drill.py --kills 20            # what the test suite runs
+    python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
+
+Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
+field but their timing), the metrics of the finished rounds.
+
+Children are forked from this process after everything is imported and before any torch work, so that a start costs
+milliseconds; they are real processes and die of a real SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.run import play
+from pvg.records import Timing
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+
+PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
+
+
+def small_experiment() -> Experiment:
+    """Two rounds in a few seconds: every phase has several steps between its commits."""
+    return build_experiment(
+        {
+            "name": "drill",
+            "task": {"kind": "modchain", "problems": 512, "test_problems": 64},
+            "models": {"threads": 1},
+            "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 40},
+            "verifier": {"steps": 7, "pairs": 4, "warmup": 2},
+            "training": {"groups": 4, "steps": 7, "minibatches": 1},
+            "game": {"rounds": 2, "mint_problems": 24, "mint_samples": 4},
+            "evaluation": {"problems": 8, "samples": 1},
+            "store": {"commit_every": 3},
+        }
+    )
+
+
+class Reporting(SilentObserver):
+    """Writes one line per event to a pipe: the phase's name."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._phase = ""
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        self._phase = info.phase
+        self._tell()
+
+    def progressed(self, progress: Progress) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        os.write(self._pipe, f"{self._phase}\n".encode())
+
+
+def start(experiment: Experiment, root: Path, *, resume: bool) -> tuple[int, int]:
+    """Fork a child that plays the run in `root`; returns its pid and the pipe that its events come from."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    os.close(reader)
+    code = 70
+    try:
+        run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
+        with run.lock():
+            outcome = asyncio.run(
+                play(experiment, run, observer=Reporting(writer), stop=asyncio.Event(), resume=resume)
+            )
+        code = 0 if outcome.status == "complete" else 1
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def kill_somewhere(pid: int, pipe: int, wanted: str, dice: random.Random) -> str | None:
+    """Kill the child at a random moment of phase `wanted`; the phase it died in, or None when it finished before."""
+    events = os.fdopen(pipe, "rb")
+    to_wait = dice.randint(1, 8)
+    phase = ""
+    for line in events:
+        phase = line.decode().strip()
+        if phase == wanted:
+            to_wait -= 1
+        if to_wait == 0:
+            break
+    time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    events.close()
+    if os.WIFSIGNALED(status):
+        return phase
+    if os.WEXITSTATUS(status) != 0:
+        raise SystemExit(f"the child failed with exit code {os.WEXITSTATUS(status)}")
+    return None
+
+
+def finish(pid: int, pipe: int) -> None:
+    with os.fdopen(pipe, "rb") as events:
+        events.read()
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        raise SystemExit(f"the child failed with status {status}")
+
+
+def fingerprint(root: Path) -> dict[str, Any]:
+    """Everything of a finished run that must not depend on interruptions."""
+    run = RunDirectory.open("drill", root)
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    shards = RolloutShards(run.path)
+    rollouts = [r for plain in state["shards"] for r in shards.read(ShardInfo.from_plain(plain))]
+    weights = {name: (run.weights / name / "tensors.safetensors").read_bytes() for name in state["weights"]}
+    rows = [orjson.loads(line) for line in run.metrics.read_bytes().splitlines()]
+    on_disk = sorted(str(p.relative_to(run.path)) for p in run.rollouts.glob("*/*"))
+    return {
+        "phase": state["phase"],
+        "version": state["version"],
+        "weights": weights,
+        "rollouts": [repr(replace(r, timing=Timing())) for r in rollouts],
+        "ids": [r.id for r in rollouts],
+        "rounds": state["rounds"],
+        "steps": [(r["kind"], r["round"], r.get("phase"), r.get("step")) for r in rows],
+        "shards_on_disk": on_disk == sorted(plain["path"] for plain in state["shards"]),
+    }
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    problems = [key for key in expected if found[key] != expected[key]]
+    if len(set(found["ids"])) != len(found["ids"]):
+        problems.append("duplicated rollouts")
+    if not found["shards_on_disk"]:
+        problems.append("shards on disk that no commit names, or the reverse")
+    return problems
+
+
+def drill(kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Kill runs until there are `kills` kills, each phase having its share, and compare every finished run."""
+    experiment, dice = small_experiment(), random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        finish(*start(experiment, Path(folder) / "whole", resume=False))
+        expected = fingerprint(Path(folder) / "whole")
+        died: Counter[str] = Counter()
+        problems: list[str] = []
+        runs = 0
+        while sum(died.values()) < kills:
+            root = Path(folder) / f"killed-{runs}"
+            begun = False
+            while sum(died.values()) < kills:
+                wanted = min(PHASES, key=lambda phase: (died[phase], dice.random()))
+                phase = kill_somewhere(*start(experiment, root, resume=begun), wanted, dice)
+                if phase is None:
+                    break
+                died[phase or "before the first phase"] += 1
+                log(f"kill {sum(died.values())}/{kills} in {phase or 'start'}")
+                begun = (root / "drill").exists()
+            else:
+                finish(*start(experiment, root, resume=begun))
+            runs += 1
+            problems += [f"run {runs}: {what}" for what in differences(fingerprint(root), expected)]
+        return {"kills": dict(died), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    result = drill(options.kills, options.seed, lambda line: print(line, file=sys.stderr))
+    sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
+    raise SystemExit(1 if result["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()

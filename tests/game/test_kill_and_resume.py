@@ -1,0 +1,25 @@
+"""Invariant 1: killed at any instant and resumed, a run ends like the uninterrupted one. See kill_drill.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+KILLS = 20
+
+
+@pytest.mark.timeout(600)
+def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run():
+    drill = Path(__file__).with_name("kill_drill.py")
+    done = subprocess.run(
+        [sys.executable, str(drill), "--kills", str(KILLS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    result = orjson.loads(done.stdout)
+    assert result["problems"] == []
+    assert sum(result["kills"].values()) == KILLS
+    assert all(result["kills"].get(phase, 0) >= 3 for phase in ("mint", "train_verifier", "train_prover", "checkpoint"))
