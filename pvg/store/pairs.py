@@ -138,6 +138,7 @@ class PairStream:
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigurationError(f"The weight of source {name!r} is {weight}; it must be 0 or more.")
         weighted = {name: weight for name, weight in weights_by_source.items() if weight > 0}
+        self._view = view
         self._seed = seed
         self._cells = _Cells.of(view)
         self._counts = {name: _counts(view, name) for name in weighted}
@@ -170,6 +171,10 @@ class PairStream:
         cells_M2 = cells.pair_cells_B2[generator.integers(first_M, end_M)]
         correct_M, incorrect_M = (cells.draw_rows(generator, cells_M2[:, kind]) for kind in (0, 1))
         return Pairs(correct_M, incorrect_M, sources_M.astype(np.int16))
+
+    def rows(self, indices: Int64) -> list[SolutionRow]:
+        """The solutions at these row numbers of the view, in their order."""
+        return self._view.rows(indices)
 
     def balanced_singles(self, step: int, n: int) -> Singles:
         """n single rows (n even), half of them correct: a source by weight, a problem of it with that kind, a row."""

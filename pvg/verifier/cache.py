@@ -73,6 +73,6 @@ class ScoreCache:
         return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter(self._scores.values(), np.float64, len(self._scores))
 
     def restore(self, version: str, template: str, digests: NDArray[np.uint8], scores: NDArray[np.float64]) -> None:
-        """Replace the contents by `entries` of another cache; the counters stay."""
-        keys = (ScoreKey(version, template, digest.tobytes()) for digest in digests)
-        self._scores = OrderedDict(zip(keys, scores.tolist(), strict=True))
+        """Replace the contents by `entries` of another cache, the newest as far as they fit; the counters stay."""
+        keys = (ScoreKey(version, template, digest.tobytes()) for digest in digests[-self._capacity :])
+        self._scores = OrderedDict(zip(keys, scores[-self._capacity :].tolist(), strict=True))

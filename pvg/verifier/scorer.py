@@ -8,7 +8,8 @@ Concurrent calls share one queue, hence batches; requests for a solution that is
 
 Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
 holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again,
-because nobody can know which weights that computation saw.
+because nobody can know which weights that computation saw. A score is the same bits whatever it is batched with (see
+`rectangle`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.heads import VerifierModel
-from pvg.models.padding import pad_right, token_budget_batches
 from pvg.records import Float32, Int32, Rollout
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
 from pvg.verifier.protocol import Scorer
+from pvg.verifier.rectangle import WIDTH, Rectangle, batches, padded_width, rectangle
 from pvg.verifier.template import VerifierTemplate
 
 
@@ -139,12 +141,9 @@ class VerifierScorer(Scorer):
         self._queue.clear()
 
     def cache_state(self) -> dict[str, Tensor]:
-        """The cached scores as tensors named "scores.*", for a checkpoint.
-
-        Without them a resumed run would compute again, beside other solutions and so with other last bits, what the
-        uninterrupted run had cached. Only between calls of `score`.
-        """
-        state = {}
+        """The cached scores, and whose they are, as tensors named "scores.*" for a checkpoint: without them a resumed
+        run would compute again what the uninterrupted run has cached. Only between calls of `score`."""
+        state = {"scores.owner": torch.from_numpy(self._owner())}
         for name, cache in (("scores.", self._cache), ("scores.reference_", self._references)):
             digests, values = cache.entries()
             state[f"{name}digests"] = torch.from_numpy(digests.copy())
@@ -152,13 +151,21 @@ class VerifierScorer(Scorer):
         return state
 
     def load_cache_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a `cache_state` of a scorer with the same version, template and capacity."""
+        """Take up a `cache_state`. Raises StateError when its scores are of another version or template."""
+        if not np.array_equal(state["scores.owner"].numpy(), self._owner()):
+            raise StateError(
+                "The checkpoint's scores come from another verifier than the one that is open.",
+                "Resume with the experiment and the version of pvg that wrote it.",
+            )
         for name, cache, version in (
             ("scores.", self._cache, self._version),
             ("scores.reference_", self._references, ""),
         ):
             digests, values = state[f"{name}digests"].numpy(), state[f"{name}values"].numpy()
             cache.restore(version, self._template.key, digests, values)
+
+    def _owner(self) -> NDArray[np.uint8]:
+        return np.frombuffer(f"{self._version} {self._template.key}".encode(), dtype=np.uint8).copy()
 
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
         """float32 [n], logits, all of `version` as it is on return.
@@ -181,11 +188,11 @@ class VerifierScorer(Scorer):
         ids, prompt_length = self._template.tokens(
             rollout.question, rollout.text, rollout.completion_ids, self._prover_fingerprint
         )
-        most = min(self._token_budget, self._model.max_length)
-        if len(ids) > most:
+        context = self._model.max_length
+        if len(ids) > context or padded_width(len(ids), context) > self._token_budget:
             raise ConfigurationError(
-                f"Rollout {rollout.id} takes {len(ids)} tokens to verify; the most is {most} (verifier.score_tokens = "
-                f"{self._token_budget}, the verifier's context {self._model.max_length}).",
+                f"Rollout {rollout.id} takes {len(ids)} tokens to verify: more than the verifier's context "
+                f"of {context}, or than verifier.score_tokens = {self._token_budget} in blocks of {WIDTH}.",
                 "Shorten the completions (rollout.max_tokens), raise verifier.score_tokens, or change the verifier.",
             )
         return _Input(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
@@ -213,7 +220,7 @@ class VerifierScorer(Scorer):
         try:
             while self._queue:
                 jobs, self._queue = self._queue, []
-                for rows in token_budget_batches([len(job.input.ids) for job in jobs], self._token_budget):
+                for rows in batches([len(job.input.ids) for job in jobs], self._token_budget, self._model.max_length):
                     # Jobs that a change of version has cancelled need no forward pass.
                     wanted = [jobs[row] for row in rows if not jobs[row].future.done()]
                     if wanted:
@@ -260,29 +267,31 @@ class VerifierScorer(Scorer):
         """In the executor's thread."""
         began = time.perf_counter()
         with torch.inference_mode():
-            device = self._model.device
-            ids_BL, lengths_B = pad_right([entry.ids for entry in inputs], self._model.tokenizer.pad_id, device)
-            prompt_lengths_B = torch.tensor([entry.prompt_length for entry in inputs], device=device)
-            reference_B = self._reference(inputs, ids_BL, lengths_B, prompt_lengths_B)
-            scores_B = self._model(ids_BL, lengths_B, prompt_lengths_B, reference_B)
-            scores: Float32 = scores_B.cpu().numpy()
+            packed = rectangle(
+                [entry.ids for entry in inputs],
+                [entry.prompt_length for entry in inputs],
+                self._model.tokenizer.pad_id,
+                self._model.device,
+                token_budget=self._token_budget,
+                max_length=self._model.max_length,
+            )
+            scores_B = self._model(*packed, self._reference(inputs, packed))
+            scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
         return _Done(scores, began, time.perf_counter() - began)
 
-    def _reference(
-        self, inputs: list[_Input], ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor
-    ) -> Tensor | None:
-        """The head's references: those it has seen before, under any version, are not computed again."""
+    def _reference(self, inputs: list[_Input], packed: Rectangle) -> Tensor | None:
+        """The head's references [B]. Where all rows were seen before, under whatever version, none is computed."""
         if not self._model.needs_reference:
             return None
         keys = [ScoreKey("", self._template.key, entry.digest) for entry in inputs]
         known = [self._references.get(key) for key in keys]
-        unknown = [number for number, value in enumerate(known) if value is None]
-        if unknown:
-            computed = self._model.reference(ids_BL[unknown], lengths_B[unknown], prompt_lengths_B[unknown]).tolist()
-            for number, value in zip(unknown, computed, strict=True):
-                known[number] = value
-                self._references.put(keys[number], value)
-        return torch.tensor(known, dtype=torch.float32, device=ids_BL.device)
+        if all(value is not None for value in known):
+            repeated = known + known[:1] * (len(packed.lengths_B) - len(known))
+            return torch.tensor(repeated, dtype=torch.float32, device=packed.ids_BL.device)
+        reference_B = self._model.reference(*packed)
+        for key, value in zip(keys, reference_B.tolist(), strict=False):
+            self._references.put(key, value)
+        return reference_B
 
 
 def _not_finite(job: _Job, score: float) -> TrainingDivergedError:

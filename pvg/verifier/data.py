@@ -1,0 +1,102 @@
+"""`PairSource`: the verifier trainer's batches, drawn as pairs of stored rollouts and rendered by the template."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pvg import experiment
+from pvg.models.heads import VerifierModel
+from pvg.records import Float32, Int32
+from pvg.store.pairs import PairStream
+from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.rectangle import batches, rectangle
+from pvg.verifier.template import VerifierTemplate
+
+
+class PairSource:
+    """A BatchSource without an end. A batch depends on the stream and the step alone: a resumed run starts at its step.
+
+    The head's references are computed once per stored solution, when it is first drawn, and kept as one float32 for
+    each row number up to the highest drawn.
+    """
+
+    def __init__(
+        self,
+        stream: PairStream,
+        template: VerifierTemplate,
+        model: VerifierModel,
+        section: experiment.Verifier,
+        *,
+        executor: Executor,
+        start_step: int = 0,
+        source_fingerprint: str | None = None,
+    ) -> None:
+        """`source_fingerprint`: of the tokenizer that the stored solutions were sampled with (see VerifierTemplate)."""
+        self._stream = stream
+        self._template = template
+        self._model = model
+        self._section = section
+        self._executor = executor
+        self._step = start_step
+        self._source_fingerprint = source_fingerprint
+        self._references_R: Float32 = np.empty(0, dtype=np.float32)  # NaN where not yet computed
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch is for."""
+        return self._step
+
+    async def next_batch(self) -> VerifierBatch | None:
+        """`section.pairs` pairs; never None. Reading, rendering and references run in the executor."""
+        batch = await asyncio.get_running_loop().run_in_executor(self._executor, self._batch, self._step)
+        self._step += 1
+        return batch
+
+    def _batch(self, step: int) -> VerifierBatch:
+        pairs = self._stream.draw(step, self._section.pairs)
+        drawn_M2 = np.stack([pairs.correct_rows_M, pairs.incorrect_rows_M], axis=1)
+        rows_N, numbers = np.unique(drawn_M2, return_inverse=True)
+        rendered = [
+            self._template.tokens(row.question, row.text, row.completion_ids, self._source_fingerprint)
+            for row in self._stream.rows(rows_N)
+        ]
+        sequences = [ids for ids, _ in rendered]
+        prompt_lengths_N = np.array([prompt_length for _, prompt_length in rendered], dtype=np.int32)
+        return VerifierBatch(
+            sequences=sequences,
+            prompt_lengths_N=prompt_lengths_N,
+            pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
+            references_N=self._references(rows_N, sequences, prompt_lengths_N) if self._model.needs_reference else None,
+            sources_M=pairs.sources_M,
+        )
+
+    def _references(self, rows_N: NDArray[np.int64], sequences: list[Int32], prompt_lengths_N: Int32) -> Float32:
+        """References float32 [N] of these rows, those not yet known computed now."""
+        highest = int(rows_N[-1])  # the rows are sorted
+        if highest >= self._references_R.size:
+            grown = np.full(max(highest + 1, 2 * self._references_R.size), np.nan, dtype=np.float32)
+            grown[: self._references_R.size] = self._references_R
+            self._references_R = grown
+        unknown = np.flatnonzero(np.isnan(self._references_R[rows_N]))
+        budget, context = self._section.micro_batch_tokens, self._model.max_length
+        for part in batches([len(sequences[number]) for number in unknown], budget, context):
+            numbers = unknown[part]
+            packed = rectangle(
+                [sequences[number] for number in numbers],
+                prompt_lengths_N[numbers].tolist(),
+                self._model.tokenizer.pad_id,
+                self._model.device,
+                token_budget=budget,
+                max_length=context,
+            )
+            # In the precision that the trained copy is run in: at the start of training both sums are then equal.
+            reduced = self._section.precision == "bfloat16"
+            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=reduced):
+                reference_B = self._model.reference(*packed)
+            self._references_R[rows_N[numbers]] = reference_B[: len(numbers)].cpu().numpy()
+        return self._references_R[rows_N]
