@@ -1,0 +1,151 @@
+"""What a policy step learns from: rollouts as arrays, with their advantages. numpy only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.records import Float32, Int32
+
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+
+
+class BatchSource(Protocol[BatchT_co]):
+    """Where a trainer's batches come from: on-policy sampling, preference pairs, replay. None: there are no more."""
+
+    async def next_batch(self) -> BatchT_co | None: ...
+
+
+@dataclass(slots=True)
+class PolicyBatch:
+    """N rollouts. `sequences[n]` is prompt + completion, int32 [P + C]; `prompt_lengths[n]` is P.
+
+    `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
+    sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
+    `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss a
+    plain sum over rows; an objective's `prepare` fills it.
+
+    Raises ValueError when the lengths do not fit together.
+    """
+
+    sequences: list[Int32]
+    prompt_lengths: Int32
+    sampled_logprobs: list[Float32]
+    reference_logprobs: list[Float32] | None
+    advantages_N: Float32
+    role_ids_N: NDArray[np.int8]
+    group_ids_N: Int32
+    versions_N: Int32
+    row_weights_N: Float32 | None = None
+
+    def __post_init__(self) -> None:
+        rows = len(self.sequences)
+        arrays: dict[str, NDArray[Any] | None] = {
+            "prompt_lengths": self.prompt_lengths,
+            "advantages_N": self.advantages_N,
+            "role_ids_N": self.role_ids_N,
+            "group_ids_N": self.group_ids_N,
+            "versions_N": self.versions_N,
+            "row_weights_N": self.row_weights_N,
+        }
+        for name, array in arrays.items():
+            if array is not None and array.shape != (rows,):
+                raise ValueError(f"{name} has shape {array.shape} for {rows} rows")
+        for name, logprobs in (("sampled", self.sampled_logprobs), ("reference", self.reference_logprobs)):
+            if logprobs is not None and not np.array_equal(_lengths(logprobs), self.completion_lengths_N):
+                raise ValueError(f"{name}_logprobs must have one value for each completion token of each row")
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def lengths_N(self) -> NDArray[np.int64]:
+        """Tokens of each row, prompt included."""
+        return _lengths(self.sequences)
+
+    @property
+    def completion_lengths_N(self) -> NDArray[np.int64]:
+        """Completion tokens of each row."""
+        return self.lengths_N - self.prompt_lengths
+
+    def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
+        """These rows, in this order."""
+        reference, weights = self.reference_logprobs, self.row_weights_N
+        return PolicyBatch(
+            sequences=[self.sequences[row] for row in rows],
+            prompt_lengths=self.prompt_lengths[rows],
+            sampled_logprobs=[self.sampled_logprobs[row] for row in rows],
+            reference_logprobs=None if reference is None else [reference[row] for row in rows],
+            advantages_N=self.advantages_N[rows],
+            role_ids_N=self.role_ids_N[rows],
+            group_ids_N=self.group_ids_N[rows],
+            versions_N=self.versions_N[rows],
+            row_weights_N=None if weights is None else weights[rows],
+        )
+
+    def with_weights(self, row_weights_N: Float32) -> PolicyBatch:
+        return replace(self, row_weights_N=row_weights_N)
+
+    def completion_mask(self) -> NDArray[np.bool_]:
+        """[N, L]: True where position t of row n holds a completion token; L is the longest row."""
+        positions_L = np.arange(self.lengths_N.max(initial=0))
+        return (positions_L >= self.prompt_lengths[:, None]) & (positions_L < self.lengths_N[:, None])
+
+    def on_positions(self, values: Sequence[Float32]) -> Float32:
+        """One value per completion token, laid out on the tokens' positions: float32 [N, L], 0 elsewhere."""
+        mask_NL = self.completion_mask()
+        grid_NL = np.zeros(mask_NL.shape, dtype=np.float32)
+        if len(values):
+            grid_NL[mask_NL] = np.concatenate(values)
+        return grid_NL
+
+
+def minibatches(batch: PolicyBatch, n: int) -> list[PolicyBatch]:
+    """`batch` in `n` parts, one for each optimizer step over it; every row in exactly one part.
+
+    Groups stay whole as long as there are n of them, and each part gets its share of either role's groups (a part of
+    one role would be a step of one role). With fewer groups than parts the rows are dealt out instead. Rows keep
+    their order within a part.
+
+    Raises ValueError when there are fewer rows than parts.
+    """
+    if not 1 <= n <= len(batch):
+        raise ValueError(f"cannot make {n} minibatches of {len(batch)} rows")
+    if n == 1:
+        return [batch]
+    keys_N2 = np.stack([batch.role_ids_N.astype(np.int64), batch.group_ids_N.astype(np.int64)], axis=1)
+    keys_G2, group_N = np.unique(keys_N2, axis=0, return_inverse=True)  # sorted by role first
+    if len(keys_G2) < n:
+        group_N = np.argsort(np.argsort(group_N, kind="stable"), kind="stable")  # each row its own group
+    part_N = group_N.reshape(-1) % n
+    return [batch.select(np.flatnonzero(part_N == part)) for part in range(n)]
+
+
+class MinibatchSource:
+    """Hands each batch of `source` out in `n` minibatches. `pending` says how many of the last one are left."""
+
+    def __init__(self, source: BatchSource[PolicyBatch], n: int) -> None:
+        self._source = source
+        self._n = n
+        self._parts: deque[PolicyBatch] = deque()
+
+    @property
+    def pending(self) -> int:
+        return len(self._parts)
+
+    async def next_batch(self) -> PolicyBatch | None:
+        if not self._parts:
+            batch = await self._source.next_batch()
+            if batch is None:
+                return None
+            self._parts.extend(minibatches(batch, self._n))
+        return self._parts.popleft()
+
+
+def _lengths(rows: Sequence[Int32] | Sequence[Float32]) -> NDArray[np.int64]:
+    return np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))

@@ -1,0 +1,175 @@
+"""Credit assignment: rewards to advantages, as pure functions of arrays, without a loop over groups.
+
+Invariant: a group is the rows that share a group id *and* a role; no group statistic ever mixes the roles, even where a
+caller numbers the groups of both roles alike.
+
+Formulas: game.md's table of policy losses (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO
+2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262).
+
+Standard deviations are those of the population (divided by n, not n - 1): the group's rewards are all there is to
+normalise, and a group of one has a deviation of 0 rather than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.records import Float32
+
+Float64 = NDArray[np.float64]
+Scope = Literal["group", "batch"]
+
+EPSILON = 1e-6  # added to a standard deviation before dividing by it; GRPO's published value
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Rewards with the group each row belongs to: `group_N` in 0..G-1, `counts_G` rows per group."""
+
+    rewards_N: Float64
+    group_N: NDArray[np.int64]
+    counts_G: NDArray[np.int64]
+
+    def centred(self) -> Float64:
+        """R - mean of its group [N]; exactly 0 in a group of equal rewards, whatever the rounding of its mean."""
+        means_G = np.bincount(self.group_N, weights=self.rewards_N) / self.counts_G
+        centred_N: Float64 = self.rewards_N - means_G[self.group_N]
+        centred_N[~self.signal()] = 0.0
+        return centred_N
+
+    def deviations(self) -> Float64:
+        """The population standard deviation of each row's group [N]."""
+        variances_G = np.bincount(self.group_N, weights=self.centred() ** 2) / self.counts_G
+        deviations_N: Float64 = np.sqrt(variances_G)[self.group_N]
+        return deviations_N
+
+    def signal(self) -> NDArray[np.bool_]:
+        """Whether each row's group holds more than one reward value [N]."""
+        return self.signal_of_groups()[self.group_N]
+
+    def signal_of_groups(self) -> NDArray[np.bool_]:
+        """Whether each group holds more than one reward value [G]."""
+        low_G = np.full(len(self.counts_G), np.inf)
+        high_G = np.full(len(self.counts_G), -np.inf)
+        np.minimum.at(low_G, self.group_N, self.rewards_N)
+        np.maximum.at(high_G, self.group_N, self.rewards_N)
+        found_G: NDArray[np.bool_] = high_G > low_G
+        return found_G
+
+
+def advantages(
+    loss: str,
+    rewards_N: NDArray[Any],
+    group_ids_N: NDArray[Any],
+    role_ids_N: NDArray[Any],
+    *,
+    scope: Scope = "group",
+) -> Float32:
+    """Advantages float32 [N] of policy loss `loss`. `scope` is cispo's choice: its rewards are normalised over the
+    group, or over the batch's rows of the same role.
+
+    Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss.
+    """
+    if loss not in CREDIT:
+        raise ConfigurationError(f"There is no loss {loss!r}.", f"Known: {', '.join(CREDIT)}.")
+    if scope == "batch":
+        if loss != "cispo":
+            raise ConfigurationError(f"{loss} normalises over groups; only cispo can normalise over the batch.")
+        group_ids_N = np.zeros_like(group_ids_N)  # one group per role
+    return CREDIT[loss](_grouped(rewards_N, group_ids_N, role_ids_N)).astype(np.float32)
+
+
+def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:
+    """Rows [N] whose group holds more than one reward value: dapo keeps these and refills the others."""
+    return _grouped(rewards_N, group_ids_N, role_ids_N).signal()
+
+
+def zero_signal_groups(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> float:
+    """The share of groups whose rewards are all the same, and that therefore teach nothing; 0 without groups."""
+    signal_G = _grouped(rewards_N, group_ids_N, role_ids_N).signal_of_groups()
+    return float(1.0 - signal_G.mean()) if signal_G.size else 0.0
+
+
+def soft_overlong_rewards(completion_lengths_N: NDArray[Any], max_tokens: int, buffer: int) -> Float32:
+    """DAPO's soft overlong punishment, to be added to the rewards: float32 [N] in [-1, 0] (arXiv 2503.14476, eq. 13).
+
+    0 up to `max_tokens - buffer` tokens, then falling linearly to -1 at `max_tokens`. A buffer of 0 switches it off.
+    Raises ConfigurationError for a buffer longer than `max_tokens`.
+    """
+    if not 0 <= buffer <= max_tokens:
+        raise ConfigurationError(
+            f"training.overlong_buffer = {buffer} does not fit into rollout.max_tokens = {max_tokens}.",
+            f"Set it between 0 and {max_tokens}.",
+        )
+    if buffer == 0:
+        return np.zeros(len(completion_lengths_N), dtype=np.float32)
+    over_N = np.asarray(completion_lengths_N, dtype=np.float64) - (max_tokens - buffer)
+    return (-np.clip(over_N / buffer, 0.0, 1.0)).astype(np.float32)
+
+
+def _normalised(groups: _Groups) -> Float64:
+    """(R - mean) / (std + 1e-6)."""
+    normalised_N: Float64 = groups.centred() / (groups.deviations() + EPSILON)
+    return normalised_N
+
+
+def _centred(groups: _Groups) -> Float64:
+    """R - mean."""
+    return groups.centred()
+
+
+def _leave_one_out(groups: _Groups) -> Float64:
+    """R - mean of the others = (R - mean) n / (n - 1); 0 in a group of one, which has no others to learn from."""
+    counts_N = groups.counts_G[groups.group_N]
+    left_out_N: Float64 = groups.centred() * counts_N / np.maximum(counts_N - 1, 1)
+    return left_out_N
+
+
+def _whitened(groups: _Groups) -> Float64:
+    """R - mean of the group, divided by the deviation of these over the whole batch (+ 1e-6).
+
+    Their mean over the batch, and over each role of it, is 0 already. The scale is one for both roles: what is shared
+    between them is a unit, not a baseline.
+    """
+    centred_N = groups.centred()
+    if not centred_N.size:
+        return centred_N
+    whitened_N: Float64 = centred_N / (np.sqrt(np.mean(centred_N**2)) + EPSILON)
+    return whitened_N
+
+
+CREDIT: dict[str, Callable[[_Groups], Float64]] = {
+    "grpo": _normalised,
+    "dr_grpo": _centred,
+    "dapo": _normalised,
+    "gspo": _normalised,
+    "cispo": _normalised,
+    "rloo": _leave_one_out,
+    "reinforce_pp": _whitened,
+}
+
+
+def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> _Groups:
+    rewards_N = np.asarray(rewards_N, dtype=np.float64)
+    if not rewards_N.shape == np.shape(group_ids_N) == np.shape(role_ids_N) or rewards_N.ndim != 1:
+        raise ValueError(
+            f"rewards {rewards_N.shape}, groups {np.shape(group_ids_N)} and roles {np.shape(role_ids_N)} must be [N]"
+        )
+    broken = np.flatnonzero(~np.isfinite(rewards_N))
+    if broken.size:
+        row = int(broken[0])
+        raise TrainingDivergedError(
+            f"The reward of row {row} (group {group_ids_N[row]}, role {role_ids_N[row]}) is {rewards_N[row]}; "
+            f"{broken.size} of {len(rewards_N)} rewards are not finite.",
+            "Look at the verifier's scores of these rollouts; the last commit is intact.",
+        )
+    roles, role_N = np.unique(role_ids_N, return_inverse=True)
+    keys_N = np.asarray(group_ids_N, dtype=np.int64) * len(roles) + role_N
+    _, group_N, counts_G = np.unique(keys_N, return_inverse=True, return_counts=True)
+    return _Groups(rewards_N, group_N, counts_G)

@@ -1,0 +1,288 @@
+"""Policy losses: a per-token objective, and an aggregation written as row weights.
+
+    loss = sum over rows n of  w_n  sum over completion tokens t of  (-objective_nt + beta kl_nt)
+
+Invariant: the row weights depend on the whole batch and are fixed by `PolicyObjective.prepare` before it is split, so
+the losses and gradients of any set of micro-batches add up to those of the unsplit batch.
+
+Formulas: game.md's table; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to [1 - low, 1 + high].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pvg import experiment
+from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.models.logprobs import completion_logprobs
+from pvg.models.padding import pad_right, token_budget_batches
+from pvg.records import Float32
+from pvg.training.batch import PolicyBatch
+from pvg.training.kl import k3, kl_penalty
+from pvg.training.metrics import Metrics
+from pvg.training.recompute import recompute_logprobs
+
+# --- per-token objectives ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What an objective sees of B rows; everything is 0 outside the completion (`mask_BL`).
+
+    `log_ratios_BL` = log pi - log pi_sampled, in nats; `low` and `high` are the clip's.
+    """
+
+    logprobs_BL: Tensor
+    log_ratios_BL: Tensor
+    mask_BL: Tensor
+    advantages_B1: Tensor
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The objective (to be maximised) of each token, and whether the clip took its gradient away."""
+
+    objective_BL: Tensor
+    clipped_BL: Tensor
+
+
+def clipped_ratio(tokens: Tokens) -> Terms:
+    """min(r A, clip(r) A), r the token's ratio (PPO)."""
+    return _clipped(tokens.log_ratios_BL.exp(), tokens)
+
+
+def clipped_sequence_ratio(tokens: Tokens) -> Terms:
+    """min(s A, clip(s) A) on every token, s = exp(mean_t log r_t) the sequence's ratio (GSPO)."""
+    counts_B1 = tokens.mask_BL.sum(dim=1, keepdim=True).clamp(min=1)
+    means_B1 = tokens.log_ratios_BL.sum(dim=1, keepdim=True) / counts_B1
+    return _clipped(means_B1.exp().expand_as(tokens.log_ratios_BL), tokens)
+
+
+def capped_weight(tokens: Tokens) -> Terms:
+    """stopgrad(min(r, 1 + high)) A log pi (CISPO): the gradient is capped, never cut off; `low` is not used."""
+    ratios_BL = tokens.log_ratios_BL.detach().exp()
+    weights_BL = ratios_BL.clamp(max=1.0 + tokens.high)
+    return Terms(weights_BL * tokens.advantages_B1 * tokens.logprobs_BL, ratios_BL > 1.0 + tokens.high)
+
+
+def reinforce(tokens: Tokens) -> Terms:
+    """A log pi: no ratio, no clip, for on-policy batches."""
+    return Terms(tokens.advantages_B1 * tokens.logprobs_BL, torch.zeros_like(tokens.mask_BL))
+
+
+def _clipped(ratios_BL: Tensor, tokens: Tokens) -> Terms:
+    advantages_B1 = tokens.advantages_B1
+    free_BL = ratios_BL * advantages_B1
+    held_BL = ratios_BL.clamp(1.0 - tokens.low, 1.0 + tokens.high) * advantages_B1
+    return Terms(torch.minimum(free_BL, held_BL), held_BL < free_BL)
+
+
+# --- aggregation: lengths of completions, the length limit -> row weights -------------------------------------------
+
+Float64 = NDArray[np.float64]
+
+
+def mean_of_sequence_means(lengths_N: Float64, max_tokens: int) -> Float64:
+    """1 / (N C_n): each sequence counts the same, whatever its length."""
+    return 1.0 / (len(lengths_N) * np.maximum(lengths_N, 1.0))
+
+
+def mean_of_sequence_sums(lengths_N: Float64, max_tokens: int) -> Float64:
+    """1 / N: the sequence is the action, its log-prob the sum over its tokens (RLOO)."""
+    return np.full(len(lengths_N), 1.0 / max(1, len(lengths_N)))
+
+
+def sum_over_limit(lengths_N: Float64, max_tokens: int) -> Float64:
+    """1 / (N x max_tokens): a constant, so that length buys nothing (Dr. GRPO)."""
+    return np.full(len(lengths_N), 1.0 / (max(1, len(lengths_N)) * max_tokens))
+
+
+def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
+    """1 / (sum of C): every token of the batch counts the same."""
+    return np.full(len(lengths_N), 1.0 / max(1.0, lengths_N.sum()))
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A row of game.md's table. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
+    `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators."""
+
+    objective: Callable[[Tokens], Terms]
+    aggregation: Callable[[Float64, int], Float64]
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    penalised: bool = True
+    drops_silent: bool = False
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "grpo": PolicyLoss(clipped_ratio, mean_of_sequence_means),
+    "dr_grpo": PolicyLoss(clipped_ratio, sum_over_limit),
+    "dapo": PolicyLoss(clipped_ratio, mean_of_tokens, clip_high=0.28, penalised=False, drops_silent=True),
+    "gspo": PolicyLoss(clipped_sequence_ratio, mean_of_sequence_means, clip_low=3e-4, clip_high=4e-4),
+    # The cap is 1 + clip_high = 5: far above any ratio of a healthy step, so that it only bounds outliers.
+    "cispo": PolicyLoss(capped_weight, mean_of_tokens, clip_high=4.0),
+    "rloo": PolicyLoss(reinforce, mean_of_sequence_sums),
+    "reinforce_pp": PolicyLoss(clipped_ratio, mean_of_tokens),
+}
+
+
+class PolicyObjective:
+    """The loss of `section.loss` as an objective for the trainer: prepare a batch, split it, weigh a micro-batch.
+
+    Log-probs are those of the sampling temperature, for the temperature belongs to the policy that is trained.
+    """
+
+    def __init__(self, section: experiment.Training, rollout: experiment.Rollouts, pad_id: int) -> None:
+        if section.loss not in LOSSES:
+            raise ConfigurationError(f"There is no loss {section.loss!r}.", f"Known: {', '.join(LOSSES)}.")
+        self._loss = LOSSES[section.loss]
+        self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
+        self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
+        self._beta = section.kl if self._loss.penalised else 0.0
+        self._section = section
+        self._temperature = rollout.temperature
+        self._max_tokens = rollout.max_tokens
+        self._pad_id = pad_id
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether batches must carry reference log-probs: the loss has a KL term and its coefficient is not 0."""
+        return self._beta > 0.0
+
+    def recompute(self, module: nn.Module, batch: PolicyBatch) -> list[Float32]:
+        """Log-probs of the batch's completions under `module`, computed as this objective computes its own."""
+        return recompute_logprobs(
+            module,
+            batch,
+            temperature=self._temperature,
+            token_budget=self._section.micro_batch_tokens,
+            pad_id=self._pad_id,
+            logits_chunk=self._section.logits_chunk,
+            precision=self._section.precision,
+        )
+
+    def prepare(self, batch: PolicyBatch) -> PolicyBatch:
+        """Fill the row weights from the whole batch (a batch that has them keeps them).
+
+        Raises TrainingDivergedError naming the row of a NaN or infinite advantage or log-prob.
+        """
+        _check_finite(batch)
+        if self.needs_reference and batch.reference_logprobs is None:
+            raise ValueError("the KL term needs reference_logprobs")
+        if batch.row_weights_N is not None:
+            return batch
+        kept_N = _rows_of_signal(batch) if self._loss.drops_silent else np.ones(len(batch), dtype=np.bool_)
+        weights_N = np.zeros(len(batch), dtype=np.float64)
+        kept_lengths = batch.completion_lengths_N[kept_N].astype(np.float64)
+        weights_N[kept_N] = self._loss.aggregation(kept_lengths, self._max_tokens)
+        return batch.with_weights(weights_N.astype(np.float32))
+
+    def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
+        """Micro-batches of a prepared batch: within the token budget, at most micro_batch_rollouts rows each, and at
+        least accumulation_steps of them where that is set and there are rows enough. Rows of weight 0 are left out.
+
+        Raises ConfigurationError when a single row is over the token budget.
+        """
+        assert batch.row_weights_N is not None, "prepare the batch before splitting it"
+        section = self._section
+        rows = np.flatnonzero(batch.row_weights_N != 0.0)
+        most = section.micro_batch_rollouts
+        if section.accumulation_steps is not None and rows.size:
+            share = max(1, len(rows) // section.accumulation_steps)
+            most = share if most is None else min(most, share)
+        parts = token_budget_batches(batch.lengths_N[rows], section.micro_batch_tokens, most)
+        return [batch.select(rows[part]) for part in parts]
+
+    def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
+        """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""
+        batch = micro_batch
+        assert batch.row_weights_N is not None, "prepare the batch before computing its loss"
+        device = next(module.parameters()).device
+        ids_BL, lengths_B = pad_right(batch.sequences, self._pad_id, device)
+        logprobs_BL = completion_logprobs(
+            module,
+            ids_BL,
+            lengths_B,
+            _tensor(batch.prompt_lengths.astype(np.int64), device),
+            temperature=self._temperature,
+            logits_chunk=self._section.logits_chunk,
+        )
+        mask_BL = _tensor(batch.completion_mask(), device)
+        log_ratios_BL = logprobs_BL - _tensor(batch.on_positions(batch.sampled_logprobs), device)
+        advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
+        terms = self._loss.objective(Tokens(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high))
+        cost_BL = -terms.objective_BL
+        reference_BL = None
+        if batch.reference_logprobs is not None:
+            reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
+        if self.needs_reference:
+            assert reference_BL is not None
+            cost_BL = cost_BL + self._beta * kl_penalty(logprobs_BL, reference_BL)
+        weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
+        loss = (weights_B1 * cost_BL * mask_BL).sum()
+        return loss, _metrics(loss, logprobs_BL, log_ratios_BL, reference_BL, mask_BL, terms)
+
+
+@torch.no_grad()
+def _metrics(
+    loss: Tensor, logprobs_BL: Tensor, log_ratios_BL: Tensor, reference_BL: Tensor | None, mask_BL: Tensor, terms: Terms
+) -> Metrics:
+    """loss (sum), and over the completion tokens: entropy (the estimate -mean log pi), ratio_mean and ratio_max (raw,
+    before any clip), clipped (share whose gradient the clip changed), kl (mean of k3; only with a reference)."""
+    ratios_N = log_ratios_BL[mask_BL].exp()
+    values = {
+        "entropy": -logprobs_BL[mask_BL].sum(),
+        "ratio_mean": ratios_N.sum(),
+        "clipped": terms.clipped_BL[mask_BL].sum(),
+    }
+    if reference_BL is not None:
+        values["kl"] = k3(logprobs_BL, reference_BL)[mask_BL].sum()
+    most = ratios_N.max() if ratios_N.numel() else torch.ones((), device=ratios_N.device)
+    # One transfer from the device for all of them.
+    loss_value, highest, *totals = torch.stack([loss, most, *values.values()]).double().tolist()
+    metrics = Metrics()
+    metrics.add_sum("loss", loss_value)
+    metrics.add_max("ratio_max", highest)
+    for name, total in zip(values, totals, strict=True):
+        metrics.add_mean(name, total, ratios_N.numel())
+    return metrics
+
+
+def _rows_of_signal(batch: PolicyBatch) -> NDArray[np.bool_]:
+    """Rows whose group has an advantage other than 0: credit gives exactly 0 to groups of one reward value."""
+    keys_N2 = np.stack([batch.role_ids_N.astype(np.int64), batch.group_ids_N.astype(np.int64)], axis=1)
+    groups, group_N = np.unique(keys_N2, axis=0, return_inverse=True)
+    group_N = group_N.reshape(-1)
+    largest_G = np.bincount(group_N, weights=np.abs(batch.advantages_N), minlength=len(groups))
+    kept_N: NDArray[np.bool_] = largest_G[group_N] > 0.0
+    return kept_N
+
+
+def _check_finite(batch: PolicyBatch) -> None:
+    logprobs = {"sampled log-prob": batch.sampled_logprobs, "reference log-prob": batch.reference_logprobs}
+    columns: dict[str, Any] = {"advantage": batch.advantages_N[:, None]} if len(batch) else {}
+    columns |= {name: values for name, values in logprobs.items() if values is not None}
+    for name, rows in columns.items():
+        for row, values in enumerate(rows):
+            if not np.isfinite(values).all():
+                raise TrainingDivergedError(
+                    f"Row {row} of the batch (group {batch.group_ids_N[row]}) has a {name} that is not finite.",
+                    "Nothing was trained on this batch; the last commit is intact.",
+                )
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,0 +1,249 @@
+"""One trainer for both players: take a batch, accumulate its micro-batches' gradients, clip, step.
+
+    trainer = Trainer(module, objective, settings, source, executor=executor, precision="float32")
+    while report := await trainer.step():
+        ...
+
+Invariants: a loss or gradient that is not finite raises before any weight changes; `state` and `load_state` resume bit
+by bit; what is computed runs in the executor's thread, never in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.training.batch import BatchSource
+from pvg.training.metrics import Metrics
+from pvg.training.optimizer import (
+    MOMENTS,
+    OptimizerSettings,
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    trainable_parameters,
+)
+from pvg.training.precision import autocast
+
+__all__ = ["Objective", "OptimizerSettings", "StepReport", "Trainer", "checkpoint_layers"]
+
+STATE_FORMAT = 1
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+
+BatchT = TypeVar("BatchT")
+
+
+class Objective(Protocol[BatchT]):
+    """A loss that is a plain sum over micro-batches: whatever it needs of the whole batch, `prepare` works out."""
+
+    def prepare(self, batch: BatchT) -> BatchT: ...
+
+    def split(self, batch: BatchT) -> list[BatchT]: ...
+
+    def __call__(self, module: nn.Module, micro_batch: BatchT) -> tuple[Tensor, Metrics]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Optimizer step number `step` (from 0), its metrics (the objective's, grad_norm before clipping, learning_rate),
+    and its seconds by part: wait_for_rollouts, pack, forward_backward, optimizer. A batch that held nothing to learn
+    from moved no weight and has the one metric `skipped`."""
+
+    step: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+class Trainer(Generic[BatchT]):
+    """Trains the parameters of `module` that require a gradient. It borrows the module: whoever opened it closes it.
+
+    The module is put in evaluation mode: dropout would make the trained policy another one than the sampled one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective[BatchT],
+        optimizer: OptimizerSettings,
+        source: BatchSource[BatchT],
+        *,
+        executor: Executor,
+        precision: str = "float32",
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.module = module.eval()
+        self._objective = objective
+        self._settings = optimizer
+        self._source = source
+        self._executor = executor
+        self._precision = precision
+        self._parameters = trainable_parameters(module)
+        self._device = next(iter(self._parameters.values())).device
+        self._optimizer = build_optimizer(self._parameters, optimizer)
+        self._steps = 0
+        autocast(precision, self._device)  # refuses an unknown precision now rather than in the first step
+        if gradient_checkpointing:
+            checkpoint_layers(module)
+
+    @property
+    def steps_done(self) -> int:
+        return self._steps
+
+    async def step(self) -> StepReport | None:
+        """Train on the source's next batch; None when the source has no more.
+
+        Cancelling waits for the step that is running in the executor, so that the state is always between steps.
+        Raises TrainingDivergedError, with the weights as they were, when the loss or the gradient is not finite.
+        """
+        started = time.perf_counter()
+        batch = await self._source.next_batch()
+        if batch is None:
+            return None
+        waited = time.perf_counter() - started
+        running = asyncio.get_running_loop().run_in_executor(self._executor, self._train_on, batch)
+        try:
+            report = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+        report.seconds["wait_for_rollouts"] = waited
+        return report
+
+    def _train_on(self, batch: BatchT) -> StepReport:
+        clock = _Clock()
+        micro_batches = self._objective.split(self._objective.prepare(batch))
+        clock.lap("pack")
+        try:
+            metrics = self._accumulate(micro_batches)
+            clock.lap("forward_backward")
+            # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
+            metrics |= self._update() if micro_batches else {"skipped": 1.0}
+            clock.lap("optimizer")
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)  # gradients need no memory while the next batch is sampled
+        report = StepReport(self._steps, metrics, clock.seconds)
+        self._steps += 1
+        return report
+
+    def _accumulate(self, micro_batches: list[BatchT]) -> dict[str, float]:
+        metrics = Metrics()
+        for number, micro_batch in enumerate(micro_batches):
+            with autocast(self._precision, self._device):
+                loss, found = self._objective(self.module, micro_batch)
+            value = loss.item()
+            if not math.isfinite(value):
+                raise self._diverged(f"the loss of micro-batch {number} is {value}")
+            loss.backward()  # type: ignore[no-untyped-call]
+            metrics.merge(found)
+        return metrics.result()
+
+    def _update(self) -> dict[str, float]:
+        """Clip and step; the gradient's norm is looked at before any weight changes."""
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.gradient_clip).item()
+        if not math.isfinite(norm):
+            raise self._diverged(f"the gradient's norm is {norm}")
+        rate = self._settings.rate(self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    def _diverged(self, what: str) -> TrainingDivergedError:
+        return TrainingDivergedError(
+            f"Training diverged at step {self._steps}: {what}.",
+            "The weights are those of the step before. Lower the learning rate, or look at the batch's rewards.",
+        )
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A copy, on the CPU, of the trained weights ("model.") and the optimizer's moments ("optimizer."), and the
+        rest as JSON data. Ready for safetensors."""
+        tensors: dict[str, Tensor] = {MODEL_PREFIX + name: weight for name, weight in self._parameters.items()}
+        for name, moment in optimizer_tensors(self._optimizer, self._parameters).items():
+            tensors[OPTIMIZER_PREFIX + name] = moment
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        return copies, {"format": STATE_FORMAT, "step": self._steps}
+
+    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises StateError, changing nothing, when it is not of this model."""
+        if meta.get("format") != STATE_FORMAT:
+            raise StateError(f"The trainer's state has format {meta.get('format')}, this version reads {STATE_FORMAT}.")
+        self._check_state(tensors)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(tensors[MODEL_PREFIX + name])
+        moments = {
+            name.removeprefix(OPTIMIZER_PREFIX): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(OPTIMIZER_PREFIX)
+        }
+        load_optimizer_tensors(self._optimizer, self._parameters, moments)
+        self._steps = int(meta["step"])
+
+    def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        wanted = {MODEL_PREFIX + name: parameter.shape for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            keys = [f"{OPTIMIZER_PREFIX}{moment}.{name}" for moment in MOMENTS]
+            if any(key in tensors for key in keys):
+                wanted |= dict(zip(keys, (parameter.shape, parameter.shape, torch.Size([])), strict=True))
+        remedy = "It was written by another model or another version of it; resume with the experiment that wrote it."
+        for name in wanted.keys() ^ tensors.keys():
+            side = "lacks" if name in wanted else "has an unknown"
+            raise StateError(f"The trainer's state {side} tensor {name}.", remedy)
+        for name, shape in wanted.items():
+            found = tensors[name]
+            if found.shape != shape or found.dtype != torch.float32:
+                raise StateError(
+                    f"{name} of the trainer's state is {tuple(found.shape)} {found.dtype}, not {tuple(shape)} float32.",
+                    remedy,
+                )
+
+
+def checkpoint_layers(module: nn.Module) -> None:
+    """Make the transformer layers of `module` recompute their activations in the backward pass.
+
+    transformers ties this to training mode, so the layers themselves (not the parts inside them, where dropout
+    lives) are put in training mode. Raises ConfigurationError for a model whose layers cannot do it, or whose layers
+    apply dropout with their own hands.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no layers that can be checkpointed.",
+            "Set training.gradient_checkpointing = false.",
+        )
+    for layer in layers:
+        rate = getattr(layer, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0.0:
+            raise ConfigurationError(
+                f"{type(layer).__name__} applies dropout ({rate}) itself, which checkpointing would switch on.",
+                "Set the model's dropout to 0, or training.gradient_checkpointing = false.",
+            )
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True
+
+
+class _Clock:
+    """Seconds of consecutive laps by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
