@@ -10,9 +10,9 @@ Where the answer is looked for, in this order; within a kind the last one counts
 3. "answer is", "answer:", "answer =" with a number behind it,
 4. no marker: the last number of the text. If that one cannot be read (`3/0`, `1,2,3`), there is no answer.
 
-Behind a marker the answer is the number that leads the line, after markup, currency signs and a few filler words; what
-follows the number (units, percent signs, text) is ignored, and of `48 + 24 = 72` the right side is taken. So a percent
-sign is a unit: `50%` is 50. Nothing is evaluated.
+Behind a marker the answer is the number that leads the line, after markup, currency signs and a few filler words. What
+follows the number (units, percent signs, text) is ignored; of `48 + 24 = 72` the side without a calculation is taken.
+So a percent sign is a unit: `50%` is 50. Nothing is evaluated.
 
 Invariants: no text makes these functions raise or take more than time linear in its length; values are exact
 rationals, so `0.1 + 0.2` problems do not exist and `0.33` is not one third.
@@ -129,6 +129,7 @@ LEAD = re.compile(
     r"equal|equals|to|USD?|EUR|GBP|Rs)\b\.?)*+",
     re.IGNORECASE,
 )
+CALCULATION = re.compile(rf"\s*(?:[-+/÷]|{TIMES})\s*[$€£¥₹]?[0-9]")
 GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,3}(?: [0-9]{3})++|[0-9]{1,3}(?:'[0-9]{3})++|[0-9]{1,3}(?:_[0-9]{3})++"
 DECIMAL = rf"(?:(?:{GROUPED}|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]++)?"
 SINGLE = re.compile(DECIMAL)
@@ -137,20 +138,22 @@ MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
 
 
 def _leading(segment: str) -> tuple[str, Fraction] | None:
-    """The number that leads `segment`; of an equation, the number on its right side."""
-    head, equals, tail = segment.rpartition("=")
-    if equals and head.count("(") == head.count(")"):
-        segment = tail
-    lead = LEAD.match(segment)
-    match = NUMBER.match(segment, lead.end() if lead else 0)
-    return _read(match, piece=0) if match else None
+    """The number that leads `segment`; of an equation, its rightmost side that is one number and not a calculation."""
+    head = segment.rpartition("=")[0]
+    sides = segment.split("=") if head.count("(") == head.count(")") else [segment]
+    for side in reversed(sides):
+        lead = LEAD.match(side)
+        match = NUMBER.match(side, lead.end() if lead else 0)
+        if match and (len(sides) == 1 or not CALCULATION.match(side, match.end())):
+            return _read(match, piece=0)
+    return None
 
 
 def _read(match: re.Match[str], piece: int) -> tuple[str, Fraction] | None:
     """Text and value of a match of NUMBER. Where the run is several numbers, `piece` tells which is meant."""
     run = match["run"]
     value = _value(run)
-    if value is None and " " in run:
+    if value is None and " " in run and "/" not in run:
         run = run.split(" ")[piece]
         value = _value(run)
     if value is None:

@@ -22,7 +22,7 @@ import orjson
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.experiment import ReasoningGymTask
 from pvg.records import Grade, Problem, Split
-from pvg.tasks.answer_screen import refusal
+from pvg.tasks.answer_screen import UNSAFE_GRADERS, refusal
 
 # Items drawn per problem asked for, to replace questions that come twice.
 DRAWS_PER_PROBLEM = 2
@@ -35,6 +35,8 @@ ORDERED_BY_HASH = frozenset({"isomorphic_strings", "knight_swap", "polynomial_mu
 # ... and this one makes its items all at once, so that they depend on how many there are.
 ORDERED_BY_SIZE = frozenset({"acre"})
 OWNED_SETTINGS = {"seed": "task.seed", "size": "task.problems"}
+# An answer to nothing: a grader that accepts it (or a threshold at which it does) labels nothing.
+NONSENSE = "<answer>?</answer>"
 # What graders raise for answers they cannot read.
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -58,12 +60,19 @@ class ReasoningGym:
     def problems(self, split: Split) -> Iterator[Problem]:
         """As many problems as the section asks for, with distinct questions, none of them in both splits.
 
-        Raises ConfigurationError when the dataset repeats itself too much for that.
+        Raises ConfigurationError when the dataset repeats itself too much for that, or its grader accepts nonsense.
         """
         if split not in self._made:
             # The test problems come first, so they stay when `problems` is changed.
             taken = {problem.question for problem in self.problems("test")} if split == "train" else set()
-            self._made[split] = self._distinct(split, taken)
+            made = self._distinct(split, taken)
+            if any(self.grade(problem, NONSENSE).correct for problem in made):
+                raise ConfigurationError(
+                    f"reasoning-gym's grader of {self._section.dataset!r} takes '?' for a correct answer at "
+                    f"task.threshold = {self._section.threshold}.",
+                    "Raise task.threshold, or take another task.dataset.",
+                )
+            self._made[split] = made
         return iter(self._made[split])
 
     def grade(self, problem: Problem, completion: str) -> Grade:
@@ -155,6 +164,11 @@ def _configuration(section: ReasoningGymTask) -> list[str]:
         raise ConfigurationError(
             f"reasoning-gym has no dataset {section.dataset!r}.",
             f"The nearest names are {', '.join(alike)}." if alike else f"It has {', '.join(sorted(DATASETS))}.",
+        )
+    if section.dataset in UNSAFE_GRADERS:
+        raise ConfigurationError(
+            f"pvg does not open reasoning-gym's {section.dataset!r}: {UNSAFE_GRADERS[section.dataset]}.",
+            "Take another task.dataset.",
         )
     known = [field.name for field in dataclasses.fields(DATASETS[section.dataset][1])]
     for name in section.settings:

@@ -1,0 +1,153 @@
+"""The gsm8k task: the real files where they are, and every way in which a file can be missing or damaged."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.experiment import Gsm8kTask
+from pvg.records import Problem
+from pvg.tasks import half_of, open_task
+from pvg.tasks.answers import parse_number
+from pvg.tasks.gsm8k import Gsm8k
+
+DATA = Path(os.environ.get("PVG_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))
+real_data = pytest.mark.skipif(not (DATA / "train.jsonl").is_file(), reason="no GSM8K: set PVG_GSM8K to its directory")
+
+ROWS = [("How many?", "48/2 = <<48/2=24>>24\n#### 24"), ("What else?", "#### 1,080"), ("And now?", "#### 3/4")]
+
+
+def line(question, answer):
+    return json.dumps({"question": question, "answer": answer})
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_files(*lines):
+        (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (tmp_path / "test.jsonl").write_text(line("Test?", "#### 1") + "\n", encoding="utf-8")
+        return Gsm8kTask(path=tmp_path)
+
+    return write_files
+
+
+def test_problems_carry_question_answer_and_solution(write):
+    problems = list(open_task(write(*(line(*row) for row in ROWS))).problems("train"))
+    assert [problem.question for problem in problems] == ["How many?", "What else?", "And now?"]
+    assert [problem.answer for problem in problems] == ["24", "1,080", "3/4"]
+    assert problems[0].id == "gsm8k-train-" + hashlib.sha256(b"How many?").hexdigest()[:8]
+    assert problems[0].metadata["solution"] == ROWS[0][1]
+
+
+def test_ids_survive_reordering_and_limit(write):
+    forward = {p.question: p.id for p in open_task(write(*(line(*row) for row in ROWS))).problems("train")}
+    section = write(*(line(*row) for row in reversed(ROWS)))
+    backward = {p.question: p.id for p in open_task(section).problems("train")}
+    limited = list(open_task(section.model_copy(update={"limit": 2})).problems("train"))
+    assert forward == backward
+    assert [p.id for p in limited] == [forward["And now?"], forward["What else?"]]
+
+
+def test_questions_with_equal_short_digests_get_distinct_ids_in_any_order(write):
+    first, second = "How many are 46811?", "How many are 66702?"  # found by search
+    assert hashlib.sha256(first.encode()).hexdigest()[:8] == hashlib.sha256(second.encode()).hexdigest()[:8]
+    section = write(line(first, "#### 1"), line(second, "#### 2"))
+    ids = {p.question: p.id for p in open_task(section).problems("train")}
+    assert ids[first] != ids[second]
+    limited = list(open_task(section.model_copy(update={"limit": 1})).problems("train"))
+    assert [p.id for p in limited] == [ids[first]]
+
+
+def test_a_repeated_question_is_one_problem_unless_the_answers_differ(write):
+    task = open_task(write(line("Again?", "#### 5"), line("Other?", "#### 6"), line("Again?", "so\n#### 5.0")))
+    assert [p.question for p in task.problems("train")] == ["Again?", "Other?"]
+    task = open_task(write(line("Again?", "#### 5"), line("Again?", "#### 6")))
+    with pytest.raises(ConfigurationError, match=r"train\.jsonl, line 2: the question of line 1 again.*6 instead of 5"):
+        list(task.problems("train"))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "complaint"),
+    [
+        ('{"question": "How', "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"question": "How?"}', "the field 'answer' is missing"),
+        ('{"question": 3, "answer": "#### 1"}', "the field 'question' is missing or not a text"),
+        ('{"question": " ", "answer": "#### 1"}', "the field 'question' is missing or not a text"),
+        (line("How?", "It is 7"), "ends in no '#### NUMBER'"),
+        (line("How?", "#### many"), "ends in no '#### NUMBER'"),
+    ],
+)
+def test_a_damaged_line_is_named(write, damaged, complaint):
+    task = open_task(write(line(*ROWS[0]), "", damaged, line(*ROWS[1])).model_copy(update={"limit": 1}))
+    with pytest.raises(ConfigurationError, match=rf"train\.jsonl, line 3: .*{complaint}"):
+        list(task.problems("train"))
+
+
+def test_a_byte_that_is_no_utf8_is_a_damaged_line(write):
+    section = write(line(*ROWS[0]))
+    (section.path / "train.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}\n')
+    with pytest.raises(ConfigurationError, match="line 1: not valid JSON"):
+        list(open_task(section).problems("train"))
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(write):
+    section = write(line(*ROWS[0]))
+    (section.path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + line(*ROWS[0]).encode() + b"\r\n")
+    assert [p.answer for p in open_task(section).problems("train")] == ["24"]
+
+
+def test_missing_data_says_how_to_set_the_path(tmp_path):
+    with pytest.raises(MissingRequirementError, match=r"task\.path is not set.*--set task\.path="):
+        open_task(Gsm8kTask())
+    (tmp_path / "train.jsonl").write_text(line(*ROWS[0]))
+    with pytest.raises(MissingRequirementError, match=r"no file .*test\.jsonl\. Set it with --set task\.path="):
+        open_task(Gsm8kTask(path=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("completion", "correct", "well_formed", "note"),
+    [
+        ("She sold 48/2 = 24.\n#### $1,080.00 in all", True, True, ""),
+        ("The answer is 1080.", True, True, ""),
+        ("#### 1081", False, True, ""),
+        ("That makes 1080", True, True, "no answer marker: the last number was taken"),
+        ("1080 of 2000", False, True, "no answer marker: the last number was taken"),
+        ("I do not know", False, False, "no final answer"),
+        ("", False, False, "no final answer"),
+        ("#### 1080/0", False, False, "no final answer"),
+    ],
+)
+def test_grades(write, completion, correct, well_formed, note):
+    grade = open_task(write(line(*ROWS[0]))).grade(Problem("p", "?", "1,080"), completion)
+    assert (grade.correct, grade.well_formed, grade.note) == (correct, well_formed, note)
+
+
+@real_data
+@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
+def test_every_real_solution_is_right_for_its_problem_and_wrong_for_its_neighbour(split, count):
+    task = Gsm8k(Gsm8kTask(path=DATA))
+    problems = list(task.problems(split))
+    assert len({problem.id for problem in problems}) == count
+    for problem, neighbour in zip(problems, problems[1:] + problems[:1], strict=True):
+        own = task.grade(problem, problem.metadata["solution"])
+        assert own.correct, problem.id
+        assert own.note == ""
+        other = task.grade(problem, neighbour.metadata["solution"])
+        # By another way than the grader's: the published answers are integers with commas.
+        assert other.correct == (published(problem) == published(neighbour)), problem.id
+
+
+def published(problem):
+    return int(problem.metadata["solution"].rpartition("####")[2].replace(",", ""))
+
+
+@real_data
+def test_real_problems_divide_into_halves_and_answers_are_numbers():
+    problems = list(Gsm8k(Gsm8kTask(path=DATA)).problems("train"))
+    prover = sum(half_of(problem.id) == "prover" for problem in problems)
+    assert 0.47 < prover / len(problems) < 0.53
+    assert all(parse_number(problem.answer) == published(problem) for problem in problems)
