@@ -108,6 +108,8 @@ def _boxed(text: str) -> Iterator[str]:
 def _line(text: str, start: int) -> str:
     """The line behind a marker, or the next line when that one is blank; a bullet there is not a minus sign."""
     segment = text[start : start + SEGMENT]
+    if start + SEGMENT < len(text):  # cut between words: half a number would be another number
+        segment = segment[: max(segment.rfind(" "), segment.rfind("\n")) + 1]
     if bullet := BULLET.match(segment):
         segment = segment[bullet.end() :]
     return segment.strip().partition("\n")[0]

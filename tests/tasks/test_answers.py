@@ -116,6 +116,7 @@ def test_what_is_no_number(text):
         ("#### 72 ####", "72", "####"),
         ("####72", "72", "####"),
         ("####\n72", "72", "####"),
+        ("#### 72 clips" + " and so on" * 100 + " 5", "72", "####"),
         ("#### Answer: 72 clips, 3 more than before", "72", "####"),
         ("#### 72 = 3 * 24\n", "72", "####"),
         ("#### 48 + 24 = $72 = 6 dozen", "6", "####"),  # the rightmost side that is no calculation
@@ -145,7 +146,9 @@ def test_where_the_answer_is_looked_for(text, written, marker):
     assert (found.text, found.marker) == (written, marker)
 
 
-@pytest.mark.parametrize("text", ["", "no digits", "first 7, then 3/0", "7 and 1,2,3", "7 " + "1" * 400, "#" * 50])
+@pytest.mark.parametrize(
+    "text", ["", "no digits", "first 7, then 3/0", "7 and 1,2,3", "7 " + "1" * 400, "#### " + "1" * 400, "#" * 50]
+)
 def test_texts_without_an_answer(text):
     assert extract(text) is None
 
