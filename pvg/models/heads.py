@@ -179,7 +179,7 @@ class ImplicitHead(VerifierModel):
         """
         with torch.no_grad():
             start = self._reference_model.module
-            return completion_logprobs(start, input_ids_BL, lengths_B, prompt_lengths_B).sum(1)
+            return _summed(completion_logprobs(start, input_ids_BL, lengths_B, prompt_lengths_B))
 
     def close(self) -> None:
         super().close()
@@ -191,7 +191,13 @@ class ImplicitHead(VerifierModel):
         logprobs_BL = completion_logprobs(self._open_backbone(), input_ids_BL, lengths_B, prompt_lengths_B)
         if reference_B is None:
             reference_B = self.reference(input_ids_BL, lengths_B, prompt_lengths_B)
-        return self.beta * (logprobs_BL.sum(1) - reference_B) + self.bias
+        return self.beta * (_summed(logprobs_BL) - reference_B) + self.bias
+
+
+def _summed(logprobs_BL: Tensor) -> Tensor:
+    """Row sums, float32 [B]. Added up in float64: a row padded to another width is added up in another order, and the
+    result must be the same bits."""
+    return logprobs_BL.sum(1, dtype=torch.float64).float()
 
 
 class YesTokenHead(VerifierModel):

@@ -1,0 +1,76 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.verifier.measures import acceptance_rate, acceptance_threshold, auc, pair_accuracy
+
+SCORES = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 0.5, 3.0]) | st.floats(-1e30, 1e30), max_size=30).map(np.array)
+
+
+def test_auc_by_hand():
+    # Of the 6 pairs, (3, 1) (3, 2) (2, 1) are won, (2, 2) ties, (0, 1) (0, 2) are lost: 3.5 / 6.
+    assert auc(np.array([3.0, 2.0, 0.0]), np.array([1.0, 2.0])) == pytest.approx(3.5 / 6)
+    assert auc(np.array([1.0]), np.array([0.0])) == 1.0
+    assert auc(np.array([0.0]), np.array([1.0])) == 0.0
+    assert auc(np.zeros(5), np.zeros(7)) == 0.5
+
+
+@given(pos=SCORES, neg=SCORES)
+def test_auc_is_the_share_of_pairs_won(pos, neg):
+    if not pos.size or not neg.size:
+        assert math.isnan(auc(pos, neg))
+        return
+    won = sum((p > n) + 0.5 * (p == n) for p in pos for n in neg)
+    assert auc(pos, neg) == pytest.approx(won / (len(pos) * len(neg)), abs=1e-12)
+    assert auc(pos, neg) + auc(neg, pos) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_auc_of_many_scores_keeps_to_sorting():
+    rng = np.random.default_rng(0)
+    pos, neg = rng.normal(1.0, 1.0, 300_000).astype(np.float32), rng.normal(0.0, 1.0, 300_000).astype(np.float32)
+    # P(N(1, 1) > N(0, 1)) = Phi(1 / sqrt 2). All pairs at once would be 90 billion.
+    assert auc(pos, neg) == pytest.approx(0.760250, abs=2e-3)
+
+
+def test_auc_refuses_nan():
+    with pytest.raises(ValueError, match="not a number"):
+        auc(np.array([math.nan]), np.array([0.0]))
+
+
+def test_the_threshold_by_hand():
+    scores = np.array([0.1, 0.9, 0.5, 0.7, 0.3])
+    assert acceptance_threshold(scores, 0.6) == 0.5
+    assert acceptance_threshold(scores, 0.61) == 0.3
+    assert acceptance_threshold(scores, 1.0) == 0.1
+    assert acceptance_threshold(scores, 0.01) == 0.9
+    # 0.07 x 100 rounds to 7.000000000000001: still seven solutions, not eight.
+    assert acceptance_threshold(np.arange(100.0), 0.07) == 93.0
+    assert math.isnan(acceptance_threshold(np.array([]), 0.9))
+
+
+@given(scores=SCORES.filter(len), share=st.floats(0.01, 1.0))
+def test_at_least_the_share_is_accepted_and_no_higher_threshold_would_do(scores, share):
+    threshold = acceptance_threshold(scores, share)
+    assert threshold in scores
+    assert acceptance_rate(scores, threshold) >= share - 1e-9
+    higher = scores[scores > threshold]
+    if higher.size:
+        assert acceptance_rate(scores, higher.min()) < share
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match="share"):
+        acceptance_threshold(np.array([1.0]), share)
+
+
+def test_rates_by_hand():
+    scores = np.array([-1.0, 0.0, 0.0, 2.0])
+    assert acceptance_rate(scores, 0.0) == 0.75
+    assert acceptance_rate(scores, 2.5) == 0.0
+    assert math.isnan(acceptance_rate(np.array([]), 0.0))
+    assert pair_accuracy(np.array([1.0, 2.0, 0.0]), np.array([0.0, 2.0, 1.0])) == pytest.approx(1.5 / 3)
+    assert math.isnan(pair_accuracy(np.array([]), np.array([])))

@@ -1,0 +1,198 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_verifiers import verifier
+from torch import nn
+
+from pvg import experiment
+from pvg.errors import ConfigurationError
+from pvg.training.metrics import Metrics
+from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.losses import LOSSES, PairObjective
+
+
+class Table(nn.Module):
+    """Not a verifier but a table of scores, so that losses can be computed by hand: the score of a row is looked up
+    by its first token. Counts the rows it is asked for."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = nn.Parameter(torch.tensor(scores))
+        self.asked = []
+
+    def forward(self, input_ids_BL, lengths_B, prompt_lengths_B, reference_B=None):
+        self.asked.append(input_ids_BL[:, 0].tolist())
+        return self.scores[input_ids_BL[:, 0]]
+
+
+def table_batch(pairs, rows=None, lengths=None):
+    rows = rows or 1 + max(max(pair) for pair in pairs)
+    lengths = lengths or [4] * rows
+    return VerifierBatch(
+        sequences=[np.full(length, row, dtype=np.int32) for row, length in enumerate(lengths)],
+        prompt_lengths_N=np.ones(rows, dtype=np.int32),
+        pairs_M2=np.array(pairs, dtype=np.int32),
+        references_N=None,
+        sources_M=np.arange(len(pairs), dtype=np.int16),
+    )
+
+
+def objective(loss="bradley_terry", penalty=0.005, budget=10_000):
+    return PairObjective(experiment.Verifier(loss=loss, score_penalty=penalty, micro_batch_tokens=budget), pad_id=0)
+
+
+def run(objective, module, batch):
+    """Loss, gradients by parameter, metrics, over the micro-batches."""
+    module.zero_grad()
+    total, metrics = 0.0, Metrics()
+    for micro_batch in objective.split(objective.prepare(batch)):
+        loss, found = objective(module, micro_batch)
+        loss.backward()
+        total += loss.item()
+        metrics.merge(found)
+    gradients = {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+    return total, gradients, metrics.result()
+
+
+def test_bradley_terry_by_hand():
+    # Scores 2, -1, 0.5; pairs (0, 1) and (2, 1): gaps 3 and 1.5.
+    # -log sigmoid(3) = 0.0485874, -log sigmoid(1.5) = 0.2014133, mean 0.1250003.
+    # V^2 over the three solutions: (4 + 1 + 0.25) / 3 = 1.75, times 0.1.
+    loss, gradients, metrics = run(objective(penalty=0.1), Table([2.0, -1.0, 0.5]), table_batch([(0, 1), (2, 1)]))
+    assert loss == pytest.approx(0.1250003 + 0.175, abs=1e-6)
+    # dL/dV_0 = -(1 - sigmoid(3)) / 2 + 0.1 * 2 * 2 / 3 = -0.0237129 + 0.1333333
+    # dL/dV_2 = -(1 - sigmoid(1.5)) / 2 + 0.1 * 2 * 0.5 / 3 = -0.0912128 + 0.0333333
+    # dL/dV_1 = 0.0237129 + 0.0912128 - 0.1 * 2 / 3
+    expected = [0.1096204, 0.0482590, -0.0578794]
+    assert gradients["scores"].tolist() == pytest.approx(expected, abs=1e-6)
+    assert metrics == pytest.approx({"loss": loss, "pair_accuracy": 1.0, "score_mean": 0.5, "score_gap": 2.25})
+
+
+def test_cross_entropy_by_hand():
+    # Correct: -log sigmoid(2) = 0.1269280, -log sigmoid(0.5) = 0.4740770.
+    # Incorrect, twice: -log sigmoid(1) = 0.3132617. Mean of the four: 0.3068821.
+    table = Table([2.0, -1.0, 0.5])
+    loss, gradients, _ = run(objective("cross_entropy", penalty=0.0), table, table_batch([(0, 1), (2, 1)]))
+    assert loss == pytest.approx(0.3068821, abs=1e-6)
+    # sigmoid(V) - label, each a quarter: (0.8807971 - 1) / 4, 2 * 0.2689414 / 4, (0.6224593 - 1) / 4.
+    assert gradients["scores"].tolist() == pytest.approx([-0.0298007, 0.1344707, -0.0943852], abs=1e-6)
+
+
+def test_losses_stay_finite_for_scores_that_are_large():
+    for loss in LOSSES.values():
+        assert loss(torch.tensor([-400.0]), torch.tensor([400.0])).item() in (800.0, 400.0)
+        assert loss(torch.tensor([400.0]), torch.tensor([-400.0])).item() == 0.0
+
+
+def test_only_the_penalty_fixes_bradley_terrys_constant():
+    batch = table_batch([(0, 1)])
+    losses = [run(objective(penalty=0.0), Table([1.0 + c, c]), batch)[0] for c in (0.0, 7.0)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(math.log1p(math.exp(-1.0)), abs=1e-6)
+    shifted = run(objective(penalty=0.01), Table([8.0, 7.0]), batch)[0]
+    assert shifted - losses[0] == pytest.approx(0.01 * (64 + 49) / 2, abs=1e-5)
+
+
+def test_a_tie_is_half_a_win():
+    _, _, metrics = run(objective(), Table([1.0, 1.0, 0.0, 2.0]), table_batch([(0, 1), (2, 3), (3, 1), (3, 1)][:2]))
+    assert metrics["pair_accuracy"] == 0.25
+
+
+@pytest.mark.parametrize("pairs", [[(0, 0)], [(0, 1), (1, 2)]])
+def test_a_pair_of_one_label_is_refused(pairs):
+    with pytest.raises(ValueError, match="both correct and incorrect"):
+        table_batch(pairs, rows=3)
+
+
+def test_a_batch_without_pairs_is_refused():
+    with pytest.raises(ValueError, match="at least one pair"):
+        objective().prepare(table_batch(np.zeros((0, 2)), rows=2))
+
+
+def test_an_unprepared_batch_is_refused():
+    with pytest.raises(ValueError, match="prepare"):
+        objective().split(table_batch([(0, 1)]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("prompt_lengths_N", np.ones(3, np.int32)), ("pairs_M2", np.array([[0, 2]], np.int32))]
+)
+def test_shapes_and_rows_are_checked(field, value):
+    batch = table_batch([(0, 1)])
+    with pytest.raises(ValueError, match=field):
+        VerifierBatch(**{**{name: getattr(batch, name) for name in VerifierBatch.__slots__}, field: value})
+
+
+@given(data=st.data())
+def test_micro_batches_keep_the_budget_and_the_pairs_and_each_row_is_asked_once_in_each(data):
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=4, max_size=14))
+    half = len(lengths) // 2
+    pairs = data.draw(
+        st.lists(st.tuples(st.integers(0, half - 1), st.integers(half, len(lengths) - 1)), min_size=1, max_size=20)
+    )
+    budget = data.draw(st.integers(40, 120))
+    batch = table_batch(pairs, rows=len(lengths), lengths=lengths)
+    parts = (target := objective(budget=budget)).split(target.prepare(batch))
+    seen = []
+    for part in parts:
+        assert len(part.sequences) * part.lengths_N.max() <= budget
+        names = [int(sequence[0]) for sequence in part.sequences]
+        assert len(set(names)) == len(names)
+        seen += [(names[a], names[b]) for a, b in part.pairs_M2]
+        for name, sequence in zip(names, part.sequences, strict=True):
+            assert len(sequence) == lengths[name]
+    assert sorted(seen) == sorted(pairs)
+    assert sum(part.row_weights_N.sum() for part in parts) == pytest.approx(1.0)
+    assert sum(part.pair_weights_M.sum() for part in parts) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@settings(deadline=None, max_examples=25)
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 3), st.integers(4, 7)), min_size=1, max_size=12), budget=st.integers(8, 40)
+)
+def test_micro_batches_add_up_to_the_unsplit_batch(loss, pairs, budget):
+    scores = [2.0, -1.0, 0.3, 0.1, -0.7, 1.1, 0.0, 3.0]
+    batch = table_batch(pairs, rows=8)
+    whole, whole_gradients, whole_metrics = run(objective(loss, penalty=0.3), Table(scores), batch)
+    split, split_gradients, split_metrics = run(objective(loss, penalty=0.3, budget=budget), Table(scores), batch)
+    assert split == pytest.approx(whole, abs=1e-5)
+    torch.testing.assert_close(split_gradients, whole_gradients, atol=1e-6, rtol=1e-5)
+    assert split_metrics == pytest.approx(whole_metrics, abs=1e-5)
+
+
+@pytest.mark.parametrize("head", ["scalar", "implicit"])
+def test_micro_batches_of_a_real_verifier_add_up(head):
+    model, rng = verifier(head), np.random.default_rng(0)
+    lengths = rng.integers(6, 30, 8)
+    pairs = np.array([(0, 4), (1, 5), (1, 6), (2, 6), (3, 7), (0, 7)], dtype=np.int32)
+    batch = VerifierBatch(
+        sequences=[rng.integers(2, 19, length).astype(np.int32) for length in lengths],
+        prompt_lengths_N=np.full(8, 4, dtype=np.int32),
+        pairs_M2=pairs,
+        references_N=None,
+        sources_M=np.zeros(len(pairs), dtype=np.int16),
+    )
+    small = objective(budget=90)
+    assert len(small.split(small.prepare(batch))) >= 3
+    whole, whole_gradients, _ = run(objective(), model, batch)
+    split, split_gradients, _ = run(small, model, batch)
+    assert split == pytest.approx(whole, abs=1e-5)
+    for name, gradient in whole_gradients.items():
+        torch.testing.assert_close(split_gradients[name], gradient, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_a_solution_in_several_pairs_is_forwarded_once():
+    table = Table([1.0, 0.0, 0.5])
+    run(objective(), table, table_batch([(0, 1), (0, 2), (0, 1)]))
+    assert table.asked == [[0, 1, 2]]
+
+
+def test_a_pair_over_the_budget_is_refused():
+    with pytest.raises(ConfigurationError, match="a pair of 9 tokens") as caught:
+        (target := objective(budget=17)).split(target.prepare(table_batch([(0, 1)], lengths=[9, 3])))
+    assert "18" in caught.value.remedy

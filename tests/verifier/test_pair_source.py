@@ -1,0 +1,156 @@
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
+
+from pvg import experiment
+from pvg.models.heads import build_verifier
+from pvg.models.padding import pad_right
+from pvg.store.pairs import PairStream, PairView
+from pvg.store.shards import RolloutShards
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import Trainer
+from pvg.verifier.data import PairSource
+from pvg.verifier.losses import PairObjective
+from pvg.verifier.measures import auc
+from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.template import VerifierTemplate
+
+SECTION = experiment.Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as found:
+        yield found
+
+
+def easily_told_apart(correct: bool, seed: int, count: int, *, problem: int):
+    """Solutions of one problem: eight digits of 0-5 are correct, of 4-9 are not."""
+    rng = np.random.default_rng((seed, problem, correct))
+    for number in range(count):
+        text = "".join(map(str, rng.integers(0, 6, 8) + (0 if correct else 4)))
+        yield rollout(text, question=f"{problem}?", correct=correct, number=number)
+
+
+def toy_rollouts(seed: int, problems: int):
+    return [
+        one
+        for problem in range(problems)
+        for correct in (True, False)
+        for one in easily_told_apart(correct, seed, 3, problem=problem)
+    ]
+
+
+def open_stream(directory, rollouts):
+    shards = RolloutShards(directory)
+    half = len(rollouts) // 2
+    infos = [shards.write(0, "part-0", rollouts[:half]), shards.write(0, "part-1", rollouts[half:])]
+    return PairStream(PairView(shards, infos), {"base": 1.0}, seed=3)
+
+
+def open_verifier(head="implicit", **options):
+    return build_verifier(
+        experiment.Verifier(head=head, **options), language_model(digits_tokenizer(), seed=2, spread=0.05)
+    )
+
+
+def open_source(stream, model, executor, section=SECTION, **options):
+    template = VerifierTemplate(model.tokenizer, "tag", section.head)
+    fingerprint = model.tokenizer.fingerprint
+    return PairSource(stream, template, model, section, executor=executor, source_fingerprint=fingerprint, **options)
+
+
+def test_batches_hold_the_drawn_pairs_with_labels_by_correctness(tmp_path, executor):
+    rollouts = toy_rollouts(0, 20)
+    label = {one.question + one.text: one.grade.correct for one in rollouts}
+    model = open_verifier()
+    source = open_source(open_stream(tmp_path, rollouts), model, executor)
+    batch = asyncio.run(source.next_batch())
+    assert len(batch) == 16
+    assert len(np.unique(batch.pairs_M2)) == len(batch.sequences)
+    texts = [model.tokenizer.decode(sequence) for sequence in batch.sequences]
+    for correct, incorrect in batch.pairs_M2:
+        assert label[texts[correct]]
+        assert not label[texts[incorrect]]
+        assert texts[correct].split("?")[0] == texts[incorrect].split("?")[0]
+    for sequence, start in zip(batch.sequences, batch.prompt_lengths_N, strict=True):
+        assert model.tokenizer.decode(sequence[:start]).endswith("?")
+        assert sequence[-1] == model.tokenizer.eos_id
+
+
+def test_references_are_the_models_own_and_computed_once_per_solution(tmp_path, executor):
+    model = open_verifier()
+    source = open_source(open_stream(tmp_path, toy_rollouts(0, 3)), model, executor)
+    for _ in range(6):  # 96 pairs of 18 solutions: all of them are drawn
+        asyncio.run(source.next_batch())
+    asked = []
+    original = model.reference
+    model.reference = lambda *inputs: asked.append(inputs) or original(*inputs)
+    perturb(model)  # training moves the trained copy, not the reference
+    batch = asyncio.run(source.next_batch())
+    assert not asked
+    ids_BL, lengths_B = pad_right(batch.sequences, 0)
+    expected_N = original(ids_BL, lengths_B, torch.from_numpy(batch.prompt_lengths_N).long())
+    np.testing.assert_allclose(batch.references_N, expected_N.numpy(), atol=1e-4)
+    assert source._references_R.size <= 2 * 18
+
+
+def test_a_source_that_starts_at_a_step_gives_the_same_bits(tmp_path, executor):
+    """References too: a resumed run computes them in other batches."""
+    stream, model = open_stream(tmp_path, toy_rollouts(0, 12)), open_verifier()
+    whole = open_source(stream, model, executor)
+    for _ in range(3):
+        asyncio.run(whole.next_batch())
+    resumed = open_source(stream, model, executor, start_step=3)
+    one, two = asyncio.run(whole.next_batch()), asyncio.run(resumed.next_batch())
+    assert whole.step == resumed.step == 4
+    np.testing.assert_array_equal(one.pairs_M2, two.pairs_M2)
+    assert one.references_N.tobytes() == two.references_N.tobytes()
+    assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
+
+
+def test_a_head_without_a_reference_gets_none(tmp_path, executor):
+    section = experiment.Verifier(head="scalar", pairs=4)
+    source = open_source(open_stream(tmp_path, toy_rollouts(0, 4)), open_verifier("scalar"), executor, section)
+    assert asyncio.run(source.next_batch()).references_N is None
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision):
+    section = SECTION.model_copy(update={"precision": precision, "steps": 60})
+    model = open_verifier()
+    source = open_source(open_stream(tmp_path, toy_rollouts(0, 60)), model, executor, section)
+    settings = OptimizerSettings(learning_rate=3e-3, total_steps=section.steps, warmup=5)
+    trainer = Trainer(
+        model, PairObjective(section, model.tokenizer.pad_id), settings, source, executor=executor, precision=precision
+    )
+    start = model.version()
+    held_out = toy_rollouts(1, 40)
+    correct_N = np.array([one.grade.correct for one in held_out])
+
+    def scores_now():
+        scorer = VerifierScorer(
+            model,
+            VerifierTemplate(model.tokenizer, "tag", section.head),
+            model.version(),
+            cache_entries=1000,
+            token_budget=4096,
+            executor=executor,
+            prover_fingerprint=model.tokenizer.fingerprint,
+        )
+        return asyncio.run(scorer.score(held_out))
+
+    async def train():
+        return [await trainer.step() for _ in range(section.steps)]
+
+    assert np.abs(scores_now()).max() < 1e-3  # untrained: all scores are 0
+    reports = asyncio.run(train())
+    assert reports[0].metrics["loss"] == pytest.approx(np.log(2.0), abs=0.02)
+    assert reports[-1].metrics["pair_accuracy"] > 0.9
+    assert model.version() != start
+    scores_N = scores_now()
+    assert auc(scores_N[correct_N], scores_N[~correct_N]) > 0.9

@@ -1,0 +1,378 @@
+import asyncio
+import dataclasses
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_verifiers import (
+    GatedHead,
+    digits_tokenizer,
+    english_tokenizer,
+    language_model,
+    perturb,
+    random_texts,
+    rollout,
+    verifier,
+)
+
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.models.padding import pad_right
+from pvg.records import Role
+from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.template import VerifierTemplate
+
+HEADS = ["scalar", "implicit", "yes_token"]
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as found:
+        yield found
+
+
+def make_scorer(model, executor, *, head="implicit", style="plain", entries=1000, budget=4096, version=None):
+    template = VerifierTemplate(model.tokenizer, style, head)
+    return VerifierScorer(
+        model,
+        template,
+        version or model.version(),
+        cache_entries=entries,
+        token_budget=budget,
+        executor=executor,
+        prover_fingerprint=digits_tokenizer().fingerprint,
+    )
+
+
+def gated(executor, *, seed=0, **options):
+    tokenizer = digits_tokenizer()
+    model = GatedHead(language_model(tokenizer, seed))
+    perturb(model)
+    return model, make_scorer(model, executor, head="scalar", **options)
+
+
+def alone(model, template, one):
+    """The score by a forward pass of its own."""
+    ids, start = template.tokens(one.question, one.text, one.completion_ids, digits_tokenizer().fingerprint)
+    ids_BL, lengths_B = pad_right([ids], 0)
+    with torch.no_grad():
+        return model(ids_BL, lengths_B, torch.tensor([start])).item()
+
+
+async def began(model):
+    await asyncio.get_running_loop().run_in_executor(None, model.began.acquire)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_scores_are_those_of_a_forward_pass_of_ones_own(head, executor):
+    model = verifier(head)
+    scorer = make_scorer(model, executor, head=head, budget=256)
+    rollouts = [rollout(text) for text in random_texts(40, seed=1)]
+    scores = asyncio.run(scorer.score(rollouts))
+    assert scores.dtype == np.float32
+    assert scores.std() > 1e-2
+    expected = [alone(model, scorer._template, one) for one in rollouts]
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
+    assert scorer.stats.forward_passes > 1
+    assert scorer.stats.misses == 40
+
+
+def test_no_rollouts_no_scores(executor):
+    scores = asyncio.run(make_scorer(verifier("scalar"), executor, head="scalar").score([]))
+    assert scores.shape == (0,)
+    assert scores.dtype == np.float32
+
+
+def test_the_role_and_its_prompt_are_not_seen(executor):
+    model = verifier("implicit")
+    scorer = make_scorer(model, executor)
+    helpful = rollout("7+5=2;A2", role=Role.HELPFUL)
+    sneaky = rollout("7+5=2;A2", role=Role.SNEAKY, prompt_ids=np.arange(5, dtype=np.int32), correct=False, number=1)
+    one = asyncio.run(scorer.score([helpful]))
+    two = asyncio.run(scorer.score([sneaky]))
+    assert one == two
+    stats = scorer.stats
+    assert (stats.hits, stats.misses, stats.forward_passes, len(scorer._cache)) == (1, 1, 1, 1)
+
+
+def test_another_question_is_another_entry(executor):
+    scorer = make_scorer(verifier("implicit"), executor)
+    # The same characters in a row, but the solution begins elsewhere.
+    scores = asyncio.run(scorer.score([rollout("5?A1", question="7+"), rollout("A1", question="7+5?")]))
+    assert scorer.stats.misses == 2
+    assert scores[0] != scores[1]
+
+
+def test_text_is_encoded_where_the_vocabularies_differ(executor):
+    model = verifier("yes_token")  # an English tokenizer; the rollouts hold ids of the digits
+    assert model.tokenizer.fingerprint == english_tokenizer().fingerprint
+    scorer = make_scorer(model, executor, head="yes_token")
+    one, two = rollout("A1"), dataclasses.replace(rollout("A1"), completion_ids=np.array([9], dtype=np.int32))
+    scores = asyncio.run(scorer.score([one, two]))
+    assert scores[0] == scores[1]
+
+
+def test_duplicates_and_concurrent_calls_share_one_forward_pass(executor):
+    async def play():
+        model, scorer = gated(executor)
+        same = [rollout("A1", number=n) for n in range(3)]
+        first = asyncio.create_task(scorer.score(same))
+        await began(model)
+        second = asyncio.create_task(scorer.score([rollout("A1", number=7)]))
+        await asyncio.sleep(0)
+        model.gate.release()
+        scores = [*await first, *await second]
+        assert len(set(scores)) == 1
+        stats = scorer.stats
+        assert (stats.hits, stats.misses, stats.shared, stats.forward_passes) == (0, 1, 3, 1)
+        assert stats.queue_s >= 0.0
+        assert stats.service_s > 0.0
+        await scorer.score(same)
+        assert scorer.stats.hits == 3
+        assert not model.began.acquire(blocking=False)
+
+    asyncio.run(play())
+
+
+def test_what_arrives_during_a_forward_pass_is_batched_together(executor):
+    async def play():
+        model, scorer = gated(executor)
+        texts = random_texts(9, seed=2)
+        first = asyncio.create_task(scorer.score([rollout(texts[0])]))
+        await began(model)
+        others = [asyncio.create_task(scorer.score([rollout(text)])) for text in texts[1:]]
+        await asyncio.sleep(0)
+        model.gate.release(2)
+        await asyncio.gather(first, *others)
+        assert scorer.stats.forward_passes == 2
+
+    asyncio.run(play())
+
+
+def test_a_score_of_the_old_version_is_never_returned_for_the_new_one(executor):
+    """Invariant 2: the old forward pass has read the old weights and ends after the change."""
+
+    async def play():
+        model, scorer = gated(executor, version="old")
+        one = rollout("A1")
+        old = alone_ungated(model, scorer, one)
+        straddling = asyncio.create_task(scorer.score([one]))
+        await began(model)  # the old score is computed, and held back
+        with torch.no_grad():
+            model.bias.add_(10.0)
+        scorer.set_version("new")
+        later = asyncio.create_task(scorer.score([one]))
+        await asyncio.sleep(0)
+        model.gate.release(2)  # the held-back pass, and the one that has to come
+        for task in (straddling, later):
+            assert (await task)[0] == pytest.approx(old + 10.0, abs=1e-4)
+        assert (await scorer.score([one]))[0] == pytest.approx(old + 10.0, abs=1e-4)
+        assert scorer.version == "new"
+        assert len(scorer._cache) == 1
+
+    asyncio.run(play())
+
+
+def test_a_version_that_comes_back_does_not_bring_the_scores_under_way_with_it(executor):
+    async def play():
+        model, scorer = gated(executor, version="a")
+        one = rollout("A1")
+        old = alone_ungated(model, scorer, one)
+        straddling = asyncio.create_task(scorer.score([one]))
+        await began(model)
+        scorer.set_version("b")
+        with torch.no_grad():
+            model.bias.add_(10.0)
+        scorer.set_version("a")
+        await asyncio.sleep(0)
+        model.gate.release(2)
+        assert (await straddling)[0] == pytest.approx(old + 10.0, abs=1e-4)
+
+    asyncio.run(play())
+
+
+def test_queued_work_of_an_old_version_costs_no_forward_pass(executor):
+    async def play():
+        model, scorer = gated(executor, version="old", budget=32)
+        texts = random_texts(12, seed=3, longest=8)
+        many = asyncio.create_task(scorer.score([rollout(text) for text in texts]))
+        await began(model)
+        scorer.set_version("new")
+        model.gate.release(100)
+        await many
+        # 16 tokens each, 2 in a batch: the one that was running, and 6 for the new version.
+        assert scorer.stats.forward_passes == 7
+
+    asyncio.run(play())
+
+
+def test_setting_the_same_version_keeps_the_cache(executor):
+    scorer = make_scorer(verifier("scalar"), executor, head="scalar", version="v")
+    asyncio.run(scorer.score([rollout("A1")]))
+    scorer.set_version("v")
+    asyncio.run(scorer.score([rollout("A1")]))
+    assert scorer.stats.hits == 1
+
+
+def alone_ungated(model, scorer, one):
+    model.gate.release()
+    score = alone(model, scorer._template, one)
+    model.began.acquire()
+    return score
+
+
+def test_a_failing_forward_pass_reaches_every_waiter_and_leaves_nothing_behind(executor):
+    async def play():
+        model, scorer = gated(executor)
+        model.failure = MemoryError("no memory left")
+        first = asyncio.create_task(scorer.score([rollout("A1"), rollout("A2")]))
+        second = asyncio.create_task(scorer.score([rollout("A1")]))
+        await began(model)
+        model.gate.release()
+        for task in (first, second):
+            with pytest.raises(MemoryError, match="no memory left"):
+                await task
+        model.gate.release()
+        assert np.isfinite(await scorer.score([rollout("A1"), rollout("A2")])).all()
+        assert not scorer._under_way
+
+    asyncio.run(play())
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_quiet(executor, caplog):
+    async def play():
+        model, scorer = gated(executor)
+        model.failure = MemoryError("no memory left")
+        call = asyncio.create_task(scorer.score([rollout("A1")]))
+        await began(model)
+        call.cancel()
+        model.gate.release()
+        await scorer._worker
+
+    asyncio.run(play())
+    gc.collect()
+    assert not caplog.records
+
+
+def test_a_cancelled_caller_does_not_cancel_the_others(executor):
+    async def play():
+        model, scorer = gated(executor)
+        one = rollout("A1")
+        first = asyncio.create_task(scorer.score([one]))
+        second = asyncio.create_task(scorer.score([one]))
+        await began(model)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        model.gate.release()
+        assert np.isfinite((await second)[0])
+        assert scorer.stats.forward_passes == 1
+
+    asyncio.run(play())
+
+
+def test_an_executor_that_is_gone_reaches_the_waiters():
+    gone = ThreadPoolExecutor(1)
+    gone.shutdown()
+    scorer = make_scorer(verifier("scalar"), gone, head="scalar")
+
+    async def play():
+        call = asyncio.create_task(scorer.score([rollout("A1")]))
+        worker_seen = None
+        while not call.done():
+            worker_seen = scorer._worker or worker_seen
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await call
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await worker_seen
+
+    asyncio.run(play())
+    assert not scorer._under_way
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_names_the_rollout_and_is_not_cached(broken, executor):
+    model = verifier("scalar")
+    scorer = make_scorer(model, executor, head="scalar")
+    healthy = model.bias.item()
+    with torch.no_grad():
+        model.bias.fill_(broken)
+    one = rollout("A1")
+    with pytest.raises(TrainingDivergedError) as caught:
+        asyncio.run(scorer.score([one]))
+    assert one.id in caught.value.message
+    with torch.no_grad():
+        model.bias.fill_(healthy)
+    assert np.isfinite(asyncio.run(scorer.score([one]))).all()
+
+
+@pytest.mark.parametrize(("context", "budget"), [(24, 4096), (96, 32)])
+def test_a_solution_that_fits_nowhere_is_refused_by_name_and_others_are_not(context, budget, executor):
+    scorer = make_scorer(verifier("scalar", context=context), executor, head="scalar", budget=budget)
+    short, long = rollout("A1"), rollout("1" * 30)
+
+    async def play():
+        return await asyncio.gather(scorer.score([short]), scorer.score([long]), return_exceptions=True)
+
+    scores, error = asyncio.run(play())
+    assert np.isfinite(scores).all()
+    assert isinstance(error, ConfigurationError)
+    assert long.id in error.message
+    assert str(min(context, budget)) in error.message
+
+
+def test_the_cache_is_bounded_and_counts_evictions(executor):
+    scorer = make_scorer(verifier("implicit"), executor, entries=4)
+    rollouts = [rollout(text) for text in random_texts(10, seed=4)]
+    first = asyncio.run(scorer.score(rollouts))
+    assert (len(scorer._cache), len(scorer._references), scorer.stats.evictions) == (4, 4, 6)
+    np.testing.assert_allclose(asyncio.run(scorer.score(rollouts)), first, atol=1e-4)
+
+
+def test_references_outlive_a_version(executor):
+    model = verifier("implicit")
+    scorer = make_scorer(model, executor)
+    rollouts = [rollout(text) for text in random_texts(10, seed=5)]
+    asyncio.run(scorer.score(rollouts))
+    perturb(model, seed=9)
+    scorer.set_version(model.version())
+    model._reference_model.close()  # whoever asks for a reference again fails
+    fresh = asyncio.run(scorer.score(rollouts))
+    scorer._references.clear()
+    again = verifier("implicit")
+    again.load_trainable_state(model.trainable_state())
+    np.testing.assert_allclose(fresh, asyncio.run(make_scorer(again, executor).score(rollouts)), atol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["scalar", "implicit"])
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_a_score_is_the_same_bits_whatever_it_is_batched_with(head, data):
+    """What makes a resumed run, whose cache and batches are others, end with the same weights."""
+    texts = random_texts(24, seed=6, longest=60)
+    model = verifier(head)
+    with ThreadPoolExecutor(1) as executor:
+        whole = asyncio.run(make_scorer(model, executor, head=head).score([rollout(text) for text in texts]))
+        chosen = data.draw(st.lists(st.integers(0, 23), min_size=1, unique=True))
+        budget = data.draw(st.sampled_from([1024, 2048, 4096]))
+        part = asyncio.run(
+            make_scorer(model, executor, head=head, budget=budget).score([rollout(texts[n]) for n in chosen])
+        )
+    assert part.tobytes() == whole[chosen].tobytes()
+
+
+def test_a_cache_travels_to_a_scorer_of_the_same_verifier_only(executor):
+    model = verifier("implicit")
+    scorer, other = make_scorer(model, executor), make_scorer(model, executor)
+    rollouts = [rollout(text) for text in random_texts(5, seed=7)]
+    scores = asyncio.run(scorer.score(rollouts))
+    other.load_cache_state(scorer.cache_state())
+    assert asyncio.run(other.score(rollouts)).tobytes() == scores.tobytes()
+    assert (other.stats.hits, other.stats.misses) == (5, 0)
+    perturb(model)
+    with pytest.raises(StateError, match="another verifier"):
+        make_scorer(model, executor).load_cache_state(scorer.cache_state())
