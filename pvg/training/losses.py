@@ -272,14 +272,14 @@ def _rows_of_signal(batch: PolicyBatch) -> NDArray[np.bool_]:
 
 
 def _check_finite(batch: PolicyBatch) -> None:
-    logprobs = {"sampled log-prob": batch.sampled_logprobs, "reference log-prob": batch.reference_logprobs}
-    columns: dict[str, Any] = {"advantage": batch.advantages_N[:, None]} if len(batch) else {}
+    logprobs = {"a sampled log-prob": batch.sampled_logprobs, "a reference log-prob": batch.reference_logprobs}
+    columns: dict[str, Any] = {"an advantage": batch.advantages_N[:, None]} if len(batch) else {}
     columns |= {name: values for name, values in logprobs.items() if values is not None}
     for name, rows in columns.items():
         for row, values in enumerate(rows):
             if not np.isfinite(values).all():
                 raise TrainingDivergedError(
-                    f"Row {row} of the batch (group {batch.group_ids_N[row]}) has a {name} that is not finite.",
+                    f"Row {row} of the batch (group {batch.group_ids_N[row]}) has {name} that is not finite.",
                     "Nothing was trained on this batch; the last commit is intact.",
                 )
 

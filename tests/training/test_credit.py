@@ -1,0 +1,167 @@
+"""Credit rules: hand-computed numbers, and a slow reference that goes row by row."""
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.experiment import Training
+from pvg.training.credit import CREDIT, advantages, signal_rows, soft_overlong_rewards, zero_signal_groups
+
+HELPFUL, SNEAKY = 1, 0
+NORMALISED = ("grpo", "dapo", "gspo", "cispo")
+
+# Group 0: rewards 1, 0, 0, 1: mean 1/2, deviations +-1/2, population std 1/2.
+# Group 1: rewards 3, 0, 0:    mean 1, deviations 2, -1, -1, population variance (4 + 1 + 1)/3 = 2.
+REWARDS = np.array([1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+GROUPS = np.array([0, 1, 0, 1, 1, 0, 0])
+ROLES = np.full(7, HELPFUL)
+
+
+def test_the_table_has_the_losses_of_the_configuration():
+    assert tuple(CREDIT) == get_args(Training.model_fields["loss"].annotation)
+
+
+@pytest.mark.parametrize("loss", NORMALISED)
+def test_group_normalised_by_hand(loss):
+    half = 0.5 / (0.5 + 1e-6)  # 0.999998
+    root = math.sqrt(2.0) + 1e-6
+    expected = [half, 2 / root, -half, -1 / root, -1 / root, -half, half]
+    found = advantages(loss, REWARDS, GROUPS, ROLES)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_centred_by_hand():
+    np.testing.assert_allclose(advantages("dr_grpo", REWARDS, GROUPS, ROLES), [0.5, 2, -0.5, -1, -1, -0.5, 0.5])
+
+
+def test_leave_one_out_by_hand():
+    # 1 - mean(0, 0, 1) = 2/3; 3 - mean(0, 0) = 3; 0 - mean(1, 0, 1) = -2/3; 0 - mean(3, 0) = -3/2.
+    expected = [2 / 3, 3, -2 / 3, -1.5, -1.5, -2 / 3, 2 / 3]
+    np.testing.assert_allclose(advantages("rloo", REWARDS, GROUPS, ROLES), expected, rtol=1e-6)
+
+
+def test_whitened_by_hand():
+    # Centred: .5 2 -.5 -1 -1 -.5 .5; their mean is 0, their variance (4 x 1/4 + 4 + 1 + 1)/7 = 1.
+    expected = np.array([0.5, 2, -0.5, -1, -1, -0.5, 0.5]) / (1.0 + 1e-6)
+    np.testing.assert_allclose(advantages("reinforce_pp", REWARDS, GROUPS, ROLES), expected, rtol=1e-6)
+
+
+def test_cispo_over_the_batch_by_hand():
+    # One role: mean 5/7, E[R^2] = 11/7, variance 11/7 - 25/49 = 52/49.
+    expected = (REWARDS - 5 / 7) / (math.sqrt(52) / 7 + 1e-6)
+    np.testing.assert_allclose(advantages("cispo", REWARDS, GROUPS, ROLES, scope="batch"), expected, rtol=1e-6)
+    with pytest.raises(ConfigurationError, match="only cispo"):
+        advantages("grpo", REWARDS, GROUPS, ROLES, scope="batch")
+
+
+@pytest.mark.parametrize("loss", tuple(CREDIT))
+def test_roles_that_share_a_group_id_do_not_mix(loss):
+    # Helpful 0, 1 and sneaky 10, 11 under one group id: either role's pair is centred on its own mean.
+    found = advantages(loss, np.array([0.0, 10.0, 1.0, 11.0]), np.zeros(4), np.array([HELPFUL, SNEAKY] * 2))
+    assert found[0] == found[1] < 0 < found[2] == found[3]
+    apart = advantages(loss, np.array([0.0, 10.0, 1.0, 11.0]), np.array([0, 1] * 2), np.array([HELPFUL, SNEAKY] * 2))
+    np.testing.assert_array_equal(found, apart)
+
+
+def test_cispo_over_the_batch_keeps_the_roles_apart():
+    rewards = np.array([0.0, 10.0, 1.0, 11.0])
+    found = advantages("cispo", rewards, np.arange(4), np.array([HELPFUL, SNEAKY] * 2), scope="batch")
+    np.testing.assert_allclose(found, [-1, -1, 1, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", tuple(CREDIT))
+def test_equal_rewards_give_exactly_nothing(loss):
+    # 3 x 0.1 / 3 is not 0.1 in floating point; the advantage must be 0 all the same.
+    found = advantages(loss, np.array([0.1, 0.1, 0.1, 1.0, 2.0]), np.array([4, 4, 4, 9, 9]), np.zeros(5))
+    assert not found[:3].any()
+    assert found[3:].all()
+
+
+@pytest.mark.parametrize("loss", tuple(CREDIT))
+def test_no_rows_and_lone_rows(loss):
+    empty = np.zeros(0)
+    assert advantages(loss, empty, empty, empty).shape == (0,)
+    assert advantages(loss, np.array([3.0]), np.array([0]), np.array([1])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_reward_is_named(value):
+    rewards = REWARDS.copy()
+    rewards[4] = value
+    with pytest.raises(TrainingDivergedError, match=rf"reward of row 4 \(group 1, role 1\) is {value}"):
+        advantages("grpo", rewards, GROUPS, ROLES)
+
+
+def test_unknown_losses_and_shapes_are_refused():
+    with pytest.raises(ConfigurationError, match="no loss 'ppo'"):
+        advantages("ppo", REWARDS, GROUPS, ROLES)
+    with pytest.raises(ValueError, match=r"must be \[N\]"):
+        advantages("grpo", REWARDS, GROUPS[:3], ROLES)
+
+
+def test_signal_by_hand():
+    rewards, groups = np.array([1.0, 1.0, 0.0, 2.0, 5.0]), np.array([3, 3, 7, 7, 8])
+    roles = np.ones(5)
+    assert signal_rows(rewards, groups, roles).tolist() == [False, False, True, True, False]
+    assert zero_signal_groups(rewards, groups, roles) == pytest.approx(2 / 3)
+    assert zero_signal_groups(np.zeros(0), np.zeros(0), np.zeros(0)) == 0.0
+    # Different rewards, but each alone in its role: no signal.
+    assert zero_signal_groups(np.array([0.0, 1.0]), np.zeros(2), np.array([0, 1])) == 1.0
+
+
+def test_soft_overlong_by_hand():
+    # Limit 20, buffer 8: free up to 12, then 1/8 per token, -1 at 20 and beyond.
+    found = soft_overlong_rewards(np.array([3, 12, 13, 16, 20, 23]), 20, 8)
+    assert found.tolist() == [0.0, 0.0, -0.125, -0.5, -1.0, -1.0]
+    assert soft_overlong_rewards(np.array([3, 20]), 20, 0).tolist() == [0.0, 0.0]
+    with pytest.raises(ConfigurationError, match="overlong_buffer = 21"):
+        soft_overlong_rewards(np.array([3]), 20, 21)
+
+
+def slow_advantages(loss, rewards, groups, roles):
+    """Row by row, with lists."""
+    found, centred = [], []
+    for reward, group, role in zip(rewards, groups, roles, strict=True):
+        mates = [r for r, g, o in zip(rewards, groups, roles, strict=True) if (g, o) == (group, role)]
+        mean = sum(mates) / len(mates)
+        std = math.sqrt(sum((r - mean) ** 2 for r in mates) / len(mates))
+        centred.append(reward - mean)
+        if loss in NORMALISED:
+            found.append((reward - mean) / (std + 1e-6))
+        elif loss == "rloo":
+            others = (sum(mates) - reward) / (len(mates) - 1) if len(mates) > 1 else reward
+            found.append(reward - others)
+        else:
+            found.append(reward - mean)
+    if loss == "reinforce_pp":
+        mean = sum(centred) / len(centred)
+        std = math.sqrt(sum((c - mean) ** 2 for c in centred) / len(centred))
+        found = [(c - mean) / (std + 1e-6) for c in centred]
+    return found
+
+
+# Rewards in steps of 1/8: exact sums, so that equal rewards are equal in the reference too.
+ROWS = st.lists(st.tuples(st.integers(-40, 40), st.integers(-3, 3), st.sampled_from([0, 1])), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("loss", tuple(CREDIT))
+@given(rows=ROWS)
+def test_agrees_with_the_slow_reference(loss, rows):
+    rewards, groups, roles = ([row[0] / 8 for row in rows], [row[1] for row in rows], [row[2] for row in rows])
+    found = advantages(loss, np.array(rewards), np.array(groups), np.array(roles))
+    np.testing.assert_allclose(found, slow_advantages(loss, rewards, groups, roles), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", tuple(CREDIT))
+@given(rows=ROWS, seed=st.integers(0, 99))
+def test_the_order_of_the_rows_does_not_matter(loss, rows, seed):
+    rewards, groups, roles = np.array(rows).T
+    order = np.random.default_rng(seed).permutation(len(rows))
+    shuffled = advantages(loss, rewards[order], groups[order], roles[order])
+    np.testing.assert_allclose(shuffled, advantages(loss, rewards, groups, roles)[order], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,108 @@
+"""Batches as arrays, and minibatches of them."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from table_policy import policy_batch
+
+from pvg.training.batch import MinibatchSource, minibatches
+
+
+def example():
+    return policy_batch([[1, 2, 3], [4, 5, 6, 7], [8, 9]], [1, 3, 1], [0.5, -1.0, 2.0], sampled=[[-1, -2], [-3], [-4]])
+
+
+def test_layout_on_positions():
+    batch = example()
+    assert len(batch) == 3
+    assert batch.lengths_N.tolist() == [3, 4, 2]
+    assert batch.completion_lengths_N.tolist() == [2, 1, 1]
+    assert batch.on_positions(batch.sampled_logprobs).tolist() == [[0, -1, -2, 0], [0, 0, 0, -3], [0, -4, 0, 0]]
+
+
+def test_selecting_rows_takes_every_column_along():
+    batch = replace(example(), reference_logprobs=[np.full(n, n, dtype=np.float32) for n in (2, 1, 1)])
+    picked = batch.with_weights(np.array([1, 2, 3], dtype=np.float32)).select(np.array([2, 0]))
+    assert [row.tolist() for row in picked.sequences] == [[8, 9], [1, 2, 3]]
+    assert [row.tolist() for row in picked.sampled_logprobs] == [[-4], [-1, -2]]
+    assert [row.tolist() for row in picked.reference_logprobs] == [[1], [2, 2]]
+    assert picked.advantages_N.tolist() == [2.0, 0.5]
+    assert picked.row_weights_N.tolist() == [3, 1]
+    assert picked.group_ids_N.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("column", ["advantages_N", "group_ids_N", "versions_N", "prompt_lengths"])
+def test_columns_of_another_length_are_refused(column):
+    batch = example()
+    with pytest.raises(ValueError, match=f"{column} has shape"):
+        replace(batch, **{column: getattr(batch, column)[:2]})
+
+
+def test_logprobs_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="sampled_logprobs must have one value"):
+        policy_batch([[1, 2, 3]], [1], [0.0], sampled=[[-1.0]])
+    with pytest.raises(ValueError, match="reference_logprobs must have one value"):
+        policy_batch([[1, 2, 3]], [1], [0.0], reference=[[-1.0]])
+
+
+def numbered(groups, roles):
+    """Rows whose only token is their number."""
+    rows = len(groups)
+    return policy_batch([[row, 0] for row in range(rows)], [1] * rows, [0.0] * rows, groups=groups, roles=roles)
+
+
+def numbers(batch):
+    return [int(row[0]) for row in batch.sequences]
+
+
+def test_minibatches_keep_groups_whole_and_share_the_roles_out():
+    # Groups 0, 1 helpful, 2, 3 sneaky, two rows each, one role after the other: each half gets one group of each role.
+    halves = minibatches(numbered([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 1, 1, 0, 0, 0, 0]), 2)
+    assert [numbers(half) for half in halves] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_group_id_shared_by_both_roles_is_two_groups():
+    halves = minibatches(numbered([5, 5, 5, 5], [1, 0, 1, 0]), 2)
+    assert sorted(numbers(half) for half in halves) == [[0, 2], [1, 3]]
+
+
+def test_fewer_groups_than_parts_are_dealt_out_by_row():
+    parts = minibatches(numbered([0, 0, 0, 0, 1, 1, 1, 1], [1] * 8), 4)
+    assert [len(part) for part in parts] == [2, 2, 2, 2]
+    with pytest.raises(ValueError, match="cannot make 9 minibatches of 8 rows"):
+        minibatches(numbered([0] * 8, [1] * 8), 9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=1, max_size=30), st.data())
+def test_minibatches_hold_every_row_once(rows, data):
+    groups, roles = zip(*rows, strict=True)
+    n = data.draw(st.integers(1, len(rows)))
+    parts = minibatches(numbered(groups, roles), n)
+    assert len(parts) == n
+    assert all(len(part) for part in parts)
+    assert sorted(number for part in parts for number in numbers(part)) == list(range(len(rows)))
+    if len(set(rows)) >= n:
+        for row in set(rows):
+            assert sum(row in zip(part.group_ids_N, part.role_ids_N, strict=True) for part in parts) == 1
+
+
+def test_a_source_hands_out_each_batch_in_parts():
+    class Two:
+        left = 2
+
+        async def next_batch(self):
+            self.left -= 1
+            return numbered([0, 0, 1, 1], [1] * 4) if self.left >= 0 else None
+
+    async def play():
+        source = MinibatchSource(Two(), 2)
+        found = []
+        while (part := await source.next_batch()) is not None:
+            found.append((numbers(part), source.pending))
+        return found
+
+    assert asyncio.run(play()) == [([0, 1], 1), ([2, 3], 0)] * 2

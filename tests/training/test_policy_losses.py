@@ -1,0 +1,377 @@
+"""Policy losses: numbers worked out by hand, a slow reference, directions, and micro-batches that add up."""
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_policy import TablePolicy, policy_batch
+
+from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.experiment import Rollouts, Training
+from pvg.training.losses import LOSSES, PolicyObjective
+from pvg.training.metrics import Metrics
+
+NAMES = tuple(LOSSES)
+
+
+def objective(loss, *, kl=0.0, max_tokens=4, temperature=1.0, **others):
+    section = Training(loss=loss, kl=kl, **others)
+    return PolicyObjective(section, Rollouts(max_tokens=max_tokens, temperature=temperature), pad_id=0)
+
+
+def evaluate(objective_, policy, batch, parts=None):
+    """Loss, gradients and metrics of a prepared batch, summed over `parts` (row numbers; None: unsplit)."""
+    batch = objective_.prepare(batch)
+    policy.zero_grad()
+    metrics, total = Metrics(), 0.0
+    for rows in [np.arange(len(batch))] if parts is None else parts:
+        loss, found = objective_(policy, batch.select(np.asarray(rows)))
+        loss.backward()
+        total += loss.item()
+        metrics.merge(found)
+    gradients = [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
+    return total, torch.cat([gradient.flatten() for gradient in gradients]), metrics.result()
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------
+
+# Two rows after a prompt of one token. Row A: advantage 1, tokens of probability 0.4 and 0.25, ratios 1.5 and 0.5.
+# Row B: advantage -2, one token of probability 0.3, ratio 0.5.
+PROBABILITIES = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
+A1, A2, B1 = math.log(0.4), math.log(0.25), math.log(0.3)
+
+
+def hand_batch(reference=None):
+    sampled = [[A1 - math.log(1.5), A2 - math.log(0.5)], [B1 - math.log(0.5)]]
+    return policy_batch([[0, 3, 1], [0, 2]], [1, 1], [1.0, -2.0], sampled=sampled, reference=reference)
+
+
+BY_HAND = {
+    # A: min(1.5, 1.2) = 1.2 and min(0.5, 0.8) = 0.5, mean 0.85. B: min(0.5 x -2, 0.8 x -2) = -1.6.
+    "grpo": -(0.85 - 1.6) / 2,
+    # The same terms, 1.2 + 0.5 - 1.6, over 2 rows x 4 tokens at most.
+    "dr_grpo": -(1.2 + 0.5 - 1.6) / (2 * 4),
+    # The upper clip is 1.28: 1.28 + 0.5 - 1.6 over 3 tokens.
+    "dapo": -(1.28 + 0.5 - 1.6) / 3,
+    # A: s = sqrt(1.5 x 0.5), below 1 + 4e-4, so free. B: s = 0.5, held at 1 - 3e-4: 0.9997 x -2 is the smaller.
+    "gspo": -(math.sqrt(0.75) - 2 * 0.9997) / 2,
+    # No ratio reaches the cap of 5: r A log p summed over 3 tokens.
+    "cispo": -(1.5 * A1 + 0.5 * A2 - 2 * 0.5 * B1) / 3,
+    # A log p of the sequences, over 2 of them.
+    "rloo": -((A1 + A2) - 2 * B1) / 2,
+    # As grpo's terms, over 3 tokens.
+    "reinforce_pp": -(1.2 + 0.5 - 1.6) / 3,
+}
+# Tokens whose gradient the clip took, of 3: A's first at 1.2 or 1.28, B's; gspo: B's only.
+CLIPPED = {"grpo": 2, "dr_grpo": 2, "dapo": 2, "gspo": 1, "cispo": 0, "rloo": 0, "reinforce_pp": 2}
+
+
+def test_the_table_has_the_losses_of_the_configuration():
+    assert get_args(Training.model_fields["loss"].annotation) == NAMES
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_by_hand(loss):
+    total, _, metrics = evaluate(objective(loss), TablePolicy(PROBABILITIES), hand_batch())
+    assert total == pytest.approx(BY_HAND[loss], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(BY_HAND[loss], rel=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1.5, rel=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx((1.5 + 0.5 + 0.5) / 3, rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(-(A1 + A2 + B1) / 3, rel=1e-5)
+    assert metrics["clipped"] == pytest.approx(CLIPPED[loss] / 3)
+    assert "kl" not in metrics  # there is no reference to measure it against
+
+
+def test_a_configured_clip_overrides_the_default():
+    # Clip to [0.6, 1.4]: A: 1.4 + 0.5, mean 0.95; B: min(-1, 0.6 x -2) = -1.2.
+    total, _, _ = evaluate(objective("grpo", clip_low=0.4, clip_high=0.4), TablePolicy(PROBABILITIES), hand_batch())
+    assert total == pytest.approx(-(0.95 - 1.2) / 2, rel=1e-5)
+    # cispo's cap is 1 + clip_high = 1.2: only A's first token is above it, and keeps a gradient.
+    total, gradient, metrics = evaluate(objective("cispo", clip_high=0.2), TablePolicy(PROBABILITIES), hand_batch())
+    assert total == pytest.approx(-(1.2 * A1 + 0.5 * A2 - 2 * 0.5 * B1) / 3, rel=1e-5)
+    assert metrics["clipped"] == pytest.approx(1 / 3)
+    # d/d logit(3) at position 0: from A 1.2 (1 - 0.4), from B -1 (0 - 0.4).
+    assert gradient[3].item() == pytest.approx(-(1.2 * 0.6 + 0.4) / 3, rel=1e-4)
+
+
+# d = log p - log ref: A: ln 2 and 0; B: -ln 2. k3 = 1/2 + ln 2 - 1, 0 and 2 - ln 2 - 1.
+REFERENCE = [[A1 - math.log(2), A2], [B1 + math.log(2)]]
+K3_A, K3_B = math.log(2) - 0.5, 1 - math.log(2)
+PENALTY = {
+    "grpo": (K3_A / 2 + K3_B) / 2,  # mean of sequence means
+    "dr_grpo": (K3_A + K3_B) / (2 * 4),
+    "dapo": 0.0,  # has no KL term
+    "gspo": (K3_A / 2 + K3_B) / 2,
+    "cispo": (K3_A + K3_B) / 3,  # mean of tokens
+    "rloo": (K3_A + K3_B) / 2,  # mean of sequence sums
+    "reinforce_pp": (K3_A + K3_B) / 3,
+}
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_the_penalty_is_aggregated_like_the_policy_term(loss):
+    priced = objective(loss, kl=0.3)
+    assert priced.needs_reference == (loss != "dapo")
+    total, _, metrics = evaluate(priced, TablePolicy(PROBABILITIES), hand_batch(REFERENCE))
+    assert total == pytest.approx(BY_HAND[loss] + 0.3 * PENALTY[loss], rel=1e-5)
+    assert metrics["kl"] == pytest.approx((K3_A + K3_B) / 3, rel=1e-5)
+
+
+def test_the_penaltys_gradient_is_that_of_k2():
+    # On zero advantages only the penalty is left. Its derivative by a log-prob is d: ln 2, 0 and -ln 2, weighted by
+    # 1/4 (A: 2 rows x 2 tokens) and 1/2 (B). By the logits of position 0: A's token is 3, B's is 2.
+    batch = replace(hand_batch(REFERENCE), advantages_N=np.zeros(2, dtype=np.float32))
+    _, gradient, _ = evaluate(objective("grpo", kl=1.0), TablePolicy(PROBABILITIES), batch)
+    by_a, by_b = math.log(2) / 4, -math.log(2) / 2
+    expected = [-0.1 * (by_a + by_b), -0.2 * (by_a + by_b), by_b - 0.3 * (by_a + by_b), by_a - 0.4 * (by_a + by_b)]
+    torch.testing.assert_close(gradient[:4], torch.tensor(expected))
+    torch.testing.assert_close(gradient[4:], torch.zeros(4))
+
+
+def test_logprobs_are_those_of_the_sampling_temperature():
+    # At temperature 1/2 the probabilities are squared and normalised: 0.4^2 / (0.01 + 0.04 + 0.09 + 0.16) = 16/30.
+    batch = policy_batch([[0, 3]], [1], [1.0])
+    total, _, _ = evaluate(objective("rloo", temperature=0.5), TablePolicy(PROBABILITIES), batch)
+    assert total == pytest.approx(-math.log(16 / 30), rel=1e-5)
+    (recomputed,) = objective("rloo", temperature=0.5).recompute(TablePolicy(PROBABILITIES), batch)
+    assert recomputed.tolist() == pytest.approx([math.log(16 / 30)], rel=1e-5)
+
+
+def test_dapo_leaves_silent_groups_out_of_its_denominator():
+    # Group 7 is silent; group 8 is not, though one of its rows has advantage 0. Two tokens count, not three.
+    batch = policy_batch([[0, 3], [0, 2], [0, 1]], [1] * 3, [0.0, 1.0, 0.0], groups=[7, 8, 8])
+    dapo = objective("dapo")
+    prepared = dapo.prepare(batch)
+    assert prepared.row_weights_N.tolist() == [0.0, 0.5, 0.5]
+    assert sum(len(part) for part in dapo.split(prepared)) == 2
+    # The same group id in the other role is another group.
+    other = replace(batch, role_ids_N=np.array([1, 1, 0], dtype=np.int8))
+    assert dapo.prepare(other).row_weights_N.tolist() == [0.0, 1.0, 0.0]
+    silent = dapo.prepare(replace(batch, advantages_N=np.zeros(3, dtype=np.float32)))
+    assert dapo.split(silent) == []
+
+
+# --- a slow reference ----------------------------------------------------------------------------------------------
+
+
+def slow_loss(loss, policy, batch, beta, max_tokens):
+    """Row by row and token by token, in float64."""
+    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(loss, (0.2, 0.2))
+    rows = []  # per row: list of per-token values
+    for number, logprobs in enumerate(policy.logprobs(batch)):
+        advantage = float(batch.advantages_N[number])
+        ratios = [math.exp(p - old) for p, old in zip(logprobs, batch.sampled_logprobs[number], strict=True)]
+        if loss == "gspo":
+            ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+        values = []
+        for t, ratio in enumerate(ratios):
+            if loss == "cispo":
+                value = min(ratio, 5.0) * advantage * logprobs[t]
+            elif loss == "rloo":
+                value = advantage * logprobs[t]
+            else:
+                held = max(1 - low, min(1 + high, ratio)) * advantage
+                value = min(ratio * advantage, held)
+            if loss != "dapo":
+                difference = logprobs[t] - batch.reference_logprobs[number][t]
+                value -= beta * (math.exp(-difference) + difference - 1)
+            values.append(value)
+        rows.append(values)
+    if loss == "dapo":
+        live = {int(g) for g, a in zip(batch.group_ids_N, batch.advantages_N, strict=True) if a != 0}
+        rows = [values for values, group in zip(rows, batch.group_ids_N, strict=True) if int(group) in live]
+        if not rows:
+            return 0.0
+    if loss in ("grpo", "gspo"):
+        return -sum(sum(values) / len(values) for values in rows) / len(rows)
+    if loss == "dr_grpo":
+        return -sum(map(sum, rows)) / (len(rows) * max_tokens)
+    if loss == "rloo":
+        return -sum(map(sum, rows)) / len(rows)
+    return -sum(map(sum, rows)) / sum(map(len, rows))
+
+
+def random_batch(policy, seed, rows, vocabulary, longest):
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(1, longest - 1, rows)
+    totals = [int(generator.integers(prompt + 1, longest + 1)) for prompt in prompts]
+    batch = policy_batch(
+        [generator.integers(0, vocabulary, total) for total in totals],
+        prompts,
+        generator.choice([-1.5, -0.5, 0.0, 1.0, 2.0], rows),
+        groups=generator.integers(0, 3, rows),
+    )
+    near = [values.astype(np.float32) for values in policy.logprobs(batch)]
+    sampled = [(row + generator.normal(0, 0.3, len(row))).astype(np.float32) for row in near]
+    reference = [(row + generator.normal(0, 0.5, len(row))).astype(np.float32) for row in near]
+    return replace(batch, sampled_logprobs=sampled, reference_logprobs=reference)
+
+
+def random_policy(seed):
+    generator = np.random.default_rng(seed)
+    return TablePolicy(generator.dirichlet(np.full(5, 2.0), size=11))
+
+
+@pytest.mark.parametrize("loss", NAMES)
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 9))
+def test_agrees_with_the_slow_reference(loss, seed, rows):
+    policy = random_policy(seed)
+    batch = random_batch(policy, seed, rows, 5, 9)
+    total, _, _ = evaluate(objective(loss, kl=0.1, max_tokens=9), policy, batch)
+    assert total == pytest.approx(slow_loss(loss, policy, batch, 0.1, 9), rel=1e-4, abs=1e-5)
+
+
+# --- directions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_positive_advantages_raise_logprobs_and_negative_ones_lower_them(loss):
+    policy = random_policy(3)
+    batch = policy_batch([[0, 1, 2], [0, 3, 4]], [1, 1], [1.0, -1.0], groups=[0, 0])
+    before = policy.logprobs(batch)
+    batch = replace(batch, sampled_logprobs=[row.astype(np.float32) for row in before])  # on policy: ratios are 1
+    _, gradient, _ = evaluate(objective(loss), policy, batch)
+    with torch.no_grad():
+        policy.table_LV -= 0.1 * gradient.reshape(policy.table_LV.shape)
+    after = policy.logprobs(batch)
+    assert (after[0] > before[0]).all()
+    assert (after[1] < before[1]).all()
+
+
+# --- micro-batches -------------------------------------------------------------------------------------------------
+
+
+def relative_difference(found, expected):
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("loss", NAMES)
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_any_split_adds_up_to_the_unsplit_batch(loss, seed, data):
+    policy = random_policy(seed)
+    batch = random_batch(policy, seed, 8, 5, 9)
+    parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
+    parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
+    priced = objective(loss, kl=0.1, max_tokens=9)
+    whole, whole_gradient, whole_metrics = evaluate(priced, policy, batch)
+    split, split_gradient, split_metrics = evaluate(priced, policy, batch, parts)
+    assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    # Rounding is relative to the rows' terms, which may cancel in the sum: hence the floor.
+    assert (split_gradient - whole_gradient).norm() <= 2e-6 * max(0.1, whole_gradient.norm())
+    assert split_metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
+
+
+SPLITS = [
+    {"micro_batch_tokens": 12},
+    {"micro_batch_tokens": 30},
+    {"micro_batch_rollouts": 3},
+    {"accumulation_steps": 4},
+    {"micro_batch_rollouts": 2, "accumulation_steps": 2, "micro_batch_tokens": 40},
+]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=5,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_micro_batches_of_a_transformer_add_up(loss, llama):
+    batch = random_batch(random_policy(0), 0, 16, 5, 12)
+    generator = np.random.default_rng(0)
+    recomputed = objective(loss).recompute(llama, batch)
+    sampled = [(row + generator.normal(0, 0.2, len(row))).astype(np.float32) for row in recomputed]
+    batch = replace(batch, sampled_logprobs=sampled)
+    whole, whole_gradient, whole_metrics = evaluate(objective(loss, kl=0.1), llama, batch)
+    for limits in SPLITS:
+        priced = objective(loss, kl=0.1, **limits)
+        total, gradient = 0.0, torch.zeros_like(whole_gradient)
+        parts = priced.split(priced.prepare(batch))
+        assert len(parts) > 1
+        for part in parts:
+            share, share_gradient, _ = evaluate(priced, llama, part)
+            total += share
+            gradient += share_gradient
+        assert total == pytest.approx(whole, rel=1e-5, abs=1e-6)
+        assert relative_difference(gradient, whole_gradient) < 3e-6
+    assert whole_metrics["ratio_max"] > 1.1  # the batch is off policy, so clips and ratios take part
+
+
+@given(
+    seed=st.integers(0, 1000),
+    tokens=st.integers(12, 60),
+    rollouts=st.none() | st.integers(1, 6),
+    steps=st.none() | st.integers(1, 20),
+)
+def test_splits_keep_their_limits(seed, tokens, rollouts, steps):
+    limited = objective(
+        "grpo", micro_batch_tokens=tokens, micro_batch_rollouts=rollouts, accumulation_steps=steps, max_tokens=12
+    )
+    batch = limited.prepare(random_batch(random_policy(seed), seed, 13, 5, 9))
+    parts = limited.split(batch)
+    assert sum(len(part) for part in parts) == 13
+    assert sum(float(part.row_weights_N.sum()) for part in parts) == pytest.approx(float(batch.row_weights_N.sum()))
+    assert len(parts) >= min(steps or 1, 13)
+    for part in parts:
+        assert len(part) * part.lengths_N.max() <= tokens
+        assert len(part) <= (rollouts or 13)
+
+
+# --- recomputing ---------------------------------------------------------------------------------------------------
+
+
+def test_recomputed_logprobs_are_those_of_the_loss(llama):
+    """With sampled := recomputed, every ratio is 1; in any batching, and in the batch's order."""
+    batch = random_batch(random_policy(1), 1, 9, 5, 12)
+    small, large = objective("grpo", micro_batch_tokens=12), objective("grpo")
+    recomputed = small.recompute(llama, batch)
+    for row, other in zip(recomputed, large.recompute(llama, batch), strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5)
+    _, _, metrics = evaluate(large, llama, replace(batch, sampled_logprobs=recomputed))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    table = random_policy(1)
+    for row, by_numpy in zip(large.recompute(table, batch.select(np.arange(9))), table.logprobs(batch), strict=True):
+        np.testing.assert_allclose(row, by_numpy, atol=1e-5)
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+def test_broken_rows_are_named():
+    batch = hand_batch(REFERENCE)
+    broken = replace(batch, advantages_N=np.array([1.0, math.nan], dtype=np.float32))
+    with pytest.raises(TrainingDivergedError, match=r"Row 1 of the batch \(group 1\) has an advantage"):
+        objective("grpo").prepare(broken)
+    sampled = [np.array([-1.0, -math.inf], dtype=np.float32), batch.sampled_logprobs[1]]
+    with pytest.raises(TrainingDivergedError, match=r"Row 0 .* has a sampled log-prob"):
+        objective("grpo").prepare(replace(batch, sampled_logprobs=sampled))
+
+
+def test_a_penalty_needs_its_reference():
+    with pytest.raises(ValueError, match="needs reference_logprobs"):
+        objective("grpo", kl=0.1).prepare(hand_batch())
+
+
+def test_a_row_over_the_token_budget_is_refused():
+    tight = objective("grpo", micro_batch_tokens=2)
+    with pytest.raises(ConfigurationError, match="3 tokens"):
+        tight.split(tight.prepare(hand_batch()))

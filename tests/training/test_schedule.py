@@ -1,0 +1,33 @@
+"""Schedules by hand."""
+
+import pytest
+
+from pvg.errors import ConfigurationError
+from pvg.training.schedule import learning_rate_factor
+
+
+def factors(schedule, steps, *, warmup, total_steps):
+    return [learning_rate_factor(schedule, step, warmup=warmup, total_steps=total_steps) for step in steps]
+
+
+def test_warmup_then_constant():
+    assert factors("constant", range(6), warmup=4, total_steps=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_warmup_then_linear():
+    # After two steps of warm-up, four steps fall from 1 by quarters; 0 would be reached at step 6.
+    assert factors("linear", range(8), warmup=2, total_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_cosine():
+    # cos(0) = 1, cos(pi/3) = 1/2, cos(2 pi/3) = -1/2: (1 + c)/2 = 1, 3/4, 1/4.
+    assert factors("cosine", range(4), warmup=0, total_steps=3) == pytest.approx([1.0, 0.75, 0.25, 0.0])
+
+
+def test_a_warmup_as_long_as_training():
+    assert factors("linear", range(4), warmup=3, total_steps=3) == [1 / 3, 2 / 3, 1.0, 1.0]
+
+
+def test_unknown_schedules_are_refused():
+    with pytest.raises(ConfigurationError, match="no schedule 'step'"):
+        learning_rate_factor("step", 0, warmup=0, total_steps=1)
