@@ -1,7 +1,7 @@
 """The `Engine` protocol: token ids in, token ids out. Nothing here decodes or encodes text, or imports torch.
 
-Invariants: the log-probs of a completion are those of exactly the distribution its tokens were sampled from; a request's
-random numbers depend on its own seed alone, never on the requests it happens to share a batch with.
+Invariants: the log-probs of a completion are those of exactly the distribution its tokens were sampled from; the random
+numbers of a request depend on its own seed alone, never on the requests it happens to share a batch with.
 """
 
 from __future__ import annotations

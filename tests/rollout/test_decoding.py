@@ -1,0 +1,196 @@
+"""What a batch samples: the right distribution, the same for a row in any company, in fewer rows as rows finish."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tiny_policies import SIZES, generate, prompts, requests, teacher_forced, tiny_llama, tiny_model
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pvg.errors import TrainingDivergedError
+from pvg.rollout import decoding
+from pvg.rollout.engine import GenerationRequest, Sampling
+
+NO_STOP = ()
+
+
+def check_logprobs(
+    module: PreTrainedModel, wanted: list[GenerationRequest], atol: float = 1e-4, **options: int
+) -> None:
+    completions = generate(wanted, model=tiny_model(module=module), **options)
+    for request, completion in zip(wanted, completions, strict=True):
+        reference = teacher_forced(module, request.prompt_ids, completion.token_ids, request.sampling)
+        np.testing.assert_allclose(completion.logprobs, reference, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 5, 1.0), (1.0, 0, 0.8), (0.8, 6, 0.9), (1e-4, 0, 1.0)],
+)
+def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float, top_k: int, top_p: float) -> None:
+    sampling = Sampling(12, (1,), temperature, top_p, top_k)
+    atol = 1e-4 if temperature > 0.1 else 2e-2  # rounding of the logits is divided by the temperature
+    check_logprobs(tiny_llama(), requests(prompts(24), sampling), atol)
+
+
+def test_rows_with_different_settings_share_a_batch() -> None:
+    settings = [Sampling(9, (1,), t, p, k) for t in (0.5, 1.0) for p in (0.7, 1.0) for k in (0, 4)]
+    wanted = [GenerationRequest(f"{i}", p, s, i) for i, (p, s) in enumerate(zip(prompts(8), settings, strict=True))]
+    check_logprobs(tiny_llama(), wanted)
+    alone = [generate([request])[0] for request in wanted]
+    for one, completion in zip(alone, generate(wanted), strict=True):
+        np.testing.assert_array_equal(one.token_ids, completion.token_ids)
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
+
+
+def qwen3() -> PreTrainedModel:
+    layers = ["sliding_attention", "full_attention"]
+    config = Qwen3Config(**SIZES, head_dim=8, use_sliding_window=True, sliding_window=3, layer_types=layers)
+    return Qwen3ForCausalLM(config)
+
+
+def gemma2() -> PreTrainedModel:
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=4, final_logit_softcapping=3.0))
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=96, initializer_range=0.2)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("build", [mistral, qwen3, gemma2, gpt2])
+def test_other_architectures_with_short_windows_caps_and_learned_positions(
+    build: Callable[[], PreTrainedModel],
+) -> None:
+    torch.manual_seed(0)
+    check_logprobs(build().eval(), requests(prompts(10, 1, 12), Sampling(14, (1,))))
+
+
+def test_prompts_of_one_token_and_prefill_in_several_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_logprobs(tiny_llama(), requests(prompts(4, 1, 1), Sampling(5, NO_STOP)))
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 20)
+    check_logprobs(tiny_llama(), requests(prompts(16, 1, 9), Sampling(5, NO_STOP)))
+
+
+def test_a_shared_prompt_is_prefilled_once() -> None:
+    module = tiny_llama()
+    shapes: list[torch.Size] = []
+    module.model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    shared = [prompt for prompt in prompts(3, 6, 6) for _ in range(8)]
+    completions = generate(requests(shared, Sampling(4, NO_STOP)), model=tiny_model(module=module))
+    assert shapes[0] == (3, 5)
+    assert shapes[1:] == [(24, 1)] * 4
+    assert len({tuple(completion.token_ids) for completion in completions}) > 3
+
+
+def test_the_same_requests_give_the_same_bits() -> None:
+    wanted = requests(prompts(50), Sampling(20, (1, 2)))
+    first, second = generate(wanted, max_rows=16), generate(wanted, max_rows=16)
+    for one, other in zip(first, second, strict=True):
+        assert one.token_ids.tobytes() == other.token_ids.tobytes()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_a_row_samples_the_same_tokens_in_any_company() -> None:
+    wanted = requests(prompts(30), Sampling(20, (1,)))
+    together = generate(wanted)
+    for index in (0, 7, 29):
+        alone = generate([wanted[index]])[0]
+        np.testing.assert_array_equal(alone.token_ids, together[index].token_ids)
+        np.testing.assert_allclose(alone.logprobs, together[index].logprobs, atol=1e-5)
+    backwards = generate(wanted[::-1], max_rows=7)[::-1]
+    for one, other in zip(together, backwards, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+
+
+def test_another_seed_gives_other_tokens() -> None:
+    prompt = prompts(1)
+    tokens = {tuple(generate(requests(prompt, Sampling(12, NO_STOP), seed))[0].token_ids) for seed in range(5)}
+    assert len(tokens) == 5
+
+
+def test_frequencies_of_the_first_token_follow_the_model() -> None:
+    module = tiny_llama()
+    prompt = prompts(1, 5, 5)[0]
+    sampling = Sampling(1, NO_STOP, temperature=1.5, top_k=6)
+    completions = generate(requests([prompt] * 4000, sampling), model=tiny_model(module=module), max_rows=1000)
+    counts = np.bincount([int(completion.token_ids[0]) for completion in completions], minlength=20)
+    tokens = np.flatnonzero(counts)
+    expected = 4000 * np.exp([teacher_forced(module, prompt, np.array([token]), sampling)[0] for token in tokens])
+    assert len(tokens) == 6
+    assert expected.sum() == pytest.approx(4000)
+    assert ((counts[tokens] - expected) ** 2 / expected).sum() < 20.52  # 99.9%, 5 degrees of freedom
+
+
+def test_a_completion_ends_with_its_first_stop_token_or_at_its_own_limit() -> None:
+    stops = (3, 5, 8)
+    wanted = [
+        dataclasses.replace(request, sampling=Sampling(limit, stops))
+        for request, limit in zip(requests(prompts(60), Sampling(1, ())), [1, 2, 3, 7, 15, 30] * 10, strict=True)
+    ]
+    unstopped = generate([dataclasses.replace(r, sampling=Sampling(r.sampling.max_tokens, ())) for r in wanted])
+    reasons = set()
+    for request, free, completion in zip(wanted, unstopped, generate(wanted), strict=True):
+        ends = np.flatnonzero(np.isin(free.token_ids, stops))
+        length = int(ends[0]) + 1 if ends.size else request.sampling.max_tokens
+        np.testing.assert_array_equal(completion.token_ids, free.token_ids[:length])
+        assert len(completion.logprobs) == length
+        assert completion.finish_reason == ("stop" if ends.size else "length")
+        assert completion.token_ids.dtype == np.int32
+        assert completion.logprobs.dtype == np.float32
+        reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_finished_rows_leave_the_batch_and_the_others_are_what_they_would_be_alone() -> None:
+    module = tiny_llama()
+    rows: list[int] = []
+    module.register_forward_pre_hook(lambda _m, _a, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    wanted = [
+        GenerationRequest(f"{i}", prompt, Sampling(1 + (7 * i) % 32, NO_STOP), i)
+        for i, prompt in enumerate(prompts(32, 1, 12))
+    ]
+    completions = generate(wanted, model=tiny_model(module=module))
+    assert rows[0] == 32
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] == 1
+    assert sum(rows) <= 1.2 * sum(request.sampling.max_tokens for request in wanted)
+    for request, completion in zip(wanted, completions, strict=True):
+        reference = teacher_forced(module, request.prompt_ids, completion.token_ids, request.sampling)
+        np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
+
+
+def test_logits_that_are_not_finite_are_an_error_and_not_a_sample() -> None:
+    module = tiny_llama()
+    with torch.no_grad():
+        module.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(TrainingDivergedError, match="not finite"):
+        generate(requests(prompts(3), Sampling(4, (1,))), model=tiny_model(module=module))
+
+
+def test_a_bfloat16_model_gives_float32_logprobs_of_a_distribution() -> None:
+    module = tiny_llama().to(torch.bfloat16)
+    wanted = requests(prompts(1, 4, 4) * 400, Sampling(1, NO_STOP, top_k=8))
+    completions = generate(wanted, model=tiny_model(module=module), max_rows=400)
+    assert completions[0].logprobs.dtype == np.float32
+    seen = {int(c.token_ids[0]): float(c.logprobs[0]) for c in completions}
+    assert np.exp(list(seen.values())).sum() == pytest.approx(1.0, abs=0.02)  # but for tokens too rare to be drawn

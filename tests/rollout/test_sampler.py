@@ -1,0 +1,106 @@
+"""The distribution that is sampled from, and sampling from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tiny_policies import naive_kept
+
+from pvg.rollout import sampler
+from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
+
+CPU = torch.device("cpu")
+
+
+def rows(*settings_: tuple[float, int, float]) -> RowSettings:
+    return RowSettings.of([Sampling(1, (), temperature, top_p, top_k) for temperature, top_k, top_p in settings_], CPU)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_cuts_agree_with_a_naive_reference_row_by_row(data: st.DataObject) -> None:
+    # Eighths make ties common.
+    width = data.draw(st.integers(1, 12))
+    count = data.draw(st.integers(1, 4))
+    logits = data.draw(
+        st.lists(
+            st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=width, max_size=width),
+            min_size=count,
+            max_size=count,
+        )
+    )
+    cuts = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, 14), st.one_of(st.just(1.0), st.floats(0.01, 0.999))),
+            min_size=count,
+            max_size=count,
+        )
+    )
+    for row, (top_k, top_p) in zip(logits, cuts, strict=True):
+        # A sum that meets top_p to the last bit may fall on either side.
+        assume(naive_kept(row, top_k, top_p - 1e-5) == naive_kept(row, top_k, min(1.0, top_p + 1e-5)) or top_p == 1.0)
+    logprobs = distribution(torch.tensor(logits), rows(*((1.0, top_k, top_p) for top_k, top_p in cuts)))
+    for found, row, (top_k, top_p) in zip(logprobs, logits, cuts, strict=True):
+        kept = np.asarray(naive_kept(row, top_k, top_p))
+        assert torch.isfinite(found).tolist() == kept.tolist()
+        weights = np.exp(np.asarray(row)) * kept
+        np.testing.assert_allclose(found.exp().numpy(), weights / weights.sum(), atol=1e-6)
+
+
+@pytest.mark.parametrize("candidates", [1, 3, 1000])
+def test_a_nucleus_wider_than_the_candidates_is_still_exact(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", candidates)
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3))
+    cuts = [(0, 0.9), (0, 1.0), (12, 0.8), (2, 1.0), (0, 0.3)]
+    logprobs = distribution(logits, rows(*((1.0, top_k, top_p) for top_k, top_p in cuts)))
+    for found, row, (top_k, top_p) in zip(logprobs, logits, cuts, strict=True):
+        assert torch.isfinite(found).tolist() == naive_kept(row.tolist(), top_k, top_p)
+
+
+def test_temperatures_divide_each_row_and_come_before_the_cuts() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]))
+    found = distribution(logits, rows((1.0, 0, 1.0), (0.5, 0, 1.0), (0.5, 0, 0.7))).exp()
+    squares = np.array([0.25, 0.09, 0.04])
+    np.testing.assert_allclose(found[0], [0.5, 0.3, 0.2], atol=1e-6)
+    np.testing.assert_allclose(found[1], squares / squares.sum(), atol=1e-6)
+    # 0.25 / 0.38 = 0.66 < 0.7, so two tokens remain; untempered it would also be two, but with other weights.
+    np.testing.assert_allclose(found[2], [0.25 / 0.34, 0.09 / 0.34, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45])
+def test_temperatures_near_zero_choose_greedily_and_stay_finite(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 80.0, 79.0, -1e30], [3.0, 3.0, -5.0, 2.0]])
+    found = distribution(logits, rows((temperature, 0, 1.0), (temperature, 0, 1.0))).exp()
+    np.testing.assert_allclose(found, [[0, 1, 0, 0], [0.5, 0.5, 0, 0]], atol=1e-6)
+
+
+def test_numbers_at_the_ends_of_the_unit_interval_never_give_a_token_of_probability_zero() -> None:
+    logprobs = torch.log(torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])).expand(4, 5)
+    largest = np.nextafter(1.0, 0.0)
+    tokens = sample(logprobs, torch.tensor([0.0, 0.2499, 0.2501, largest], dtype=torch.float64))
+    assert tokens.tolist() == [1, 1, 3, 3]
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    probabilities = np.array([0.4, 0.05, 0.25, 0.1, 0.0, 0.15, 0.03, 0.02])
+    requests = [GenerationRequest("r", np.ones(1, np.int32), Sampling(10, ()), seed) for seed in range(2000)]
+    numbers = torch.from_numpy(uniform_numbers(requests, 10)).flatten()
+    tokens = sample(torch.log(torch.tensor(probabilities, dtype=torch.float32)).expand(len(numbers), 8), numbers)
+    counts = np.bincount(tokens.numpy(), minlength=8)
+    assert counts[4] == 0
+    expected = probabilities * len(numbers)
+    used = expected > 0
+    chi_square = ((counts - expected)[used] ** 2 / expected[used]).sum()
+    assert chi_square < 22.46  # 99.9% of chi-square with 6 degrees of freedom
+
+
+def test_a_request_has_its_own_numbers_whatever_their_count() -> None:
+    one = GenerationRequest("a", np.ones(1, np.int32), Sampling(3, ()), 7)
+    other = GenerationRequest("b", np.ones(1, np.int32), Sampling(9, ()), 8)
+    together = uniform_numbers([other, one], 9)
+    np.testing.assert_array_equal(together[1, :3], uniform_numbers([one], 3)[0])
+    assert not np.intersect1d(together[0], together[1]).size

@@ -1,0 +1,321 @@
+"""The engine around the decoding: batching, the event loop, cancelling, closing, errors, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from tiny_policies import generate, prompts, requests, tiny_llama, tiny_model, with_engine
+
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import Rollouts
+from pvg.models.language_model import LanguageModel
+from pvg.records import VersionSpan
+from pvg.rollout import open_engine
+from pvg.rollout.engine import Sampling
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.weights import WeightUpdate
+
+PATIENCE_S = 30.0
+
+
+class Gate:
+    """Holds the decoding thread at its `step`-th forward pass until it is opened."""
+
+    def __init__(self, module: torch.nn.Module, step: int = 3) -> None:
+        self._left = step
+        self._reached = threading.Event()
+        self._opened = threading.Event()
+        self.rows: list[int] = []
+        module.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, _module: torch.nn.Module, _args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        self.rows.append(len(kwargs["input_ids"]))
+        self._left -= 1
+        if self._left == 0:
+            self._reached.set()
+            assert self._opened.wait(PATIENCE_S), "nobody opened the gate: the event loop does not run"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, PATIENCE_S), "decoding never came so far"
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_concurrent_calls_are_decoded_together_and_no_more_than_max_rows() -> None:
+    async def use(engine: TorchEngine) -> None:
+        wanted = requests(prompts(40), Sampling(6, ()))
+        completions = await asyncio.gather(*map(engine.generate, wanted))
+        assert [completion.request_id for completion in completions] == [request.id for request in wanted]
+        assert (engine.stats.batches, engine.stats.rows) == (3, 40)
+        assert engine.stats.mean_batch == pytest.approx(40 / 3)
+        assert engine.stats.tokens == 240
+        assert engine.stats.seconds > 0
+
+    with_engine(use, max_rows=16)
+
+
+def test_callers_that_come_back_at_once_find_each_other_in_the_next_batch() -> None:
+    async def use(engine: TorchEngine) -> None:
+        async def caller(number: int) -> None:
+            for request in requests(prompts(5, seed=number), Sampling(3, ()), 10 * number):
+                await engine.generate(request)
+                await turns(3)
+
+        await asyncio.gather(*map(caller, range(8)))
+        assert (engine.stats.batches, engine.stats.rows) == (5, 40)
+
+    with_engine(use)
+
+
+def test_the_event_loop_runs_while_a_batch_is_decoded() -> None:
+    model = tiny_model()
+    gate = Gate(model.module)
+
+    async def use(engine: TorchEngine) -> None:
+        running = asyncio.gather(*map(engine.generate, requests(prompts(4), Sampling(8, ()))))
+        await gate.reached()
+        for _ in range(100):  # a loop blocked by the decoding would never come here
+            await asyncio.sleep(0)
+        assert not running.done()
+        gate.open()
+        await running
+
+    with_engine(use, model=model)
+
+
+def test_a_cancelled_caller_leaves_its_batch_and_the_others_do_not_notice() -> None:
+    wanted = requests(prompts(6), Sampling(10, ()))
+    undisturbed = generate(wanted)
+    model = tiny_model()
+    gate = Gate(model.module)
+
+    async def use(engine: TorchEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in wanted]
+        await gate.reached()
+        tasks[2].cancel()
+        await asyncio.wait([tasks[2]])
+        await turns()
+        gate.open()
+        others = [task for task in tasks if task is not tasks[2]]
+        completions = await asyncio.gather(*others)
+        assert tasks[2].cancelled()
+        for completion, expected in zip(completions, [c for c in undisturbed if c.request_id != "r2"], strict=True):
+            np.testing.assert_array_equal(completion.token_ids, expected.token_ids)
+        assert engine.stats.tokens == 50
+
+    with_engine(use, model=model)
+    assert gate.rows[:3] == [6, 6, 6]
+    assert set(gate.rows[4:]) == {5}
+
+
+def test_a_caller_cancelled_in_the_queue_is_never_decoded() -> None:
+    async def use(engine: TorchEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests(prompts(5), Sampling(4, ()))]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+        assert engine.stats.rows == 4
+
+    with_engine(use)
+
+
+def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> None:
+    model = tiny_model()
+    gate = Gate(model.module)
+    freed = tiny_model()
+
+    async def use(engine: TorchEngine) -> None:
+        wanted = requests(prompts(6), Sampling(80, ()))
+        tasks = [asyncio.create_task(engine.generate(request)) for request in wanted]  # 4 run, 2 wait
+        await gate.reached()
+        closing = asyncio.create_task(engine.close())
+        await turns()
+        gate.open()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, StateError)
+            assert "closed" in outcome.message
+        await closing
+        assert model.closed
+        with pytest.raises(StateError, match="closed"):
+            await engine.generate(wanted[0])
+        with pytest.raises(StateError, match="closed"):
+            await engine.load_weights(WeightUpdate(1, freed.weights()))
+        await engine.close()
+
+    with_engine(use, model=model, max_rows=4)
+    assert len(gate.rows) <= 4  # the batch stopped at the step after the gate
+
+
+def test_an_error_in_decoding_reaches_every_caller_of_the_batch_and_the_engine_goes_on() -> None:
+    model = tiny_model()
+    failing = True
+
+    def fail(_module: torch.nn.Module, _args: object) -> None:
+        if failing:
+            raise RuntimeError("the device is on fire")
+
+    model.module.register_forward_pre_hook(fail)
+
+    async def use(engine: TorchEngine) -> None:
+        nonlocal failing
+        wanted = requests(prompts(5), Sampling(4, ()))
+        outcomes = await asyncio.gather(*map(engine.generate, wanted), return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["the device is on fire"] * 5
+        failing = False
+        assert len(await asyncio.gather(*map(engine.generate, wanted))) == 5
+        assert engine.stats.batches == 1
+
+    with_engine(use, model=model)
+
+
+def test_new_weights_change_what_is_sampled_and_the_version() -> None:
+    newer = tiny_model(seed=5)
+    wanted = requests(prompts(6), Sampling(12, ()))
+    expected = generate(wanted, model=tiny_model(seed=5))
+
+    async def use(engine: TorchEngine) -> None:
+        before = await asyncio.gather(*map(engine.generate, wanted))
+        timing = await engine.load_weights(WeightUpdate(3, newer.weights()))
+        after = await asyncio.gather(*map(engine.generate, wanted))
+        assert timing.version == engine.version == 3
+        assert 0 < timing.rpc_ms <= timing.wall_ms
+        for old, new, same in zip(before, after, expected, strict=True):
+            assert (old.spans, new.spans) == ((VersionSpan(0, 0),), (VersionSpan(0, 3),))
+            assert old.token_ids.tolist() != new.token_ids.tolist()
+            assert new.logprobs.tobytes() == same.logprobs.tobytes()
+        with torch.no_grad():  # the engine keeps a copy: training on does not reach it
+            for tensor in newer.weights().values():
+                tensor.zero_()
+        again = await asyncio.gather(*map(engine.generate, wanted))
+        assert again[0].logprobs.tobytes() == after[0].logprobs.tobytes()
+
+    with_engine(use)
+
+
+def test_new_weights_wait_for_the_running_batch_and_precede_the_waiting_ones() -> None:
+    model = tiny_model()
+    gate = Gate(model.module)
+
+    async def use(engine: TorchEngine) -> None:
+        wanted = requests(prompts(8), Sampling(10, ()))
+        running = asyncio.gather(*map(engine.generate, wanted))  # two batches of 4
+        await gate.reached()
+        loading = asyncio.create_task(engine.load_weights(WeightUpdate(1, tiny_model(seed=5).weights())))
+        await turns()
+        assert engine.version == 0
+        gate.open()
+        completions = await running
+        assert [completion.spans[0].version for completion in completions] == [0] * 4 + [1] * 4
+        assert (await loading).queue_ms > 0
+
+    with_engine(use, model=model, max_rows=4)
+
+
+def test_weights_that_do_not_fit_or_go_back_are_refused_and_the_old_ones_stay() -> None:
+    wanted = requests(prompts(3), Sampling(8, ()))
+    expected = generate(wanted)
+
+    async def use(engine: TorchEngine) -> None:
+        weights = tiny_model(seed=5).weights()
+        name = next(iter(weights))
+        with pytest.raises(ConfigurationError, match="missing"):
+            await engine.load_weights(WeightUpdate(1, {name: weights[name]}))
+        with pytest.raises(ConfigurationError, match="unheard"):
+            await engine.load_weights(WeightUpdate(1, {**weights, "unheard_of": weights[name]}))
+        with pytest.raises(StateError, match=r"version 0 .* version 0"):
+            await engine.load_weights(WeightUpdate(0, weights))
+        assert engine.version == 0
+        for completion, same in zip(await asyncio.gather(*map(engine.generate, wanted)), expected, strict=True):
+            assert completion.logprobs.tobytes() == same.logprobs.tobytes()
+
+    with_engine(use)
+
+
+def test_loading_goes_on_when_its_caller_is_cancelled() -> None:
+    async def use(engine: TorchEngine) -> None:
+        loading = asyncio.create_task(engine.load_weights(WeightUpdate(1, tiny_model(seed=5).weights())))
+        await asyncio.sleep(0)
+        loading.cancel()
+        await asyncio.wait([loading])
+        completion = await engine.generate(requests(prompts(1), Sampling(2, ()))[0])
+        assert completion.spans == (VersionSpan(0, 1),)
+
+    with_engine(use)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (Sampling(0, ()), "max_tokens is 0"),
+        (Sampling(4, (), temperature=0.0), "temperature is 0.0"),
+        (Sampling(4, (), temperature=float("nan")), "temperature is nan"),
+        (Sampling(4, (), top_p=0.0), "top_p is 0.0"),
+        (Sampling(4, (), top_p=1.5), "top_p is 1.5"),
+        (Sampling(4, (), top_k=-1), "top_k is -1"),
+        (Sampling(93, ()), "4 tokens and 93 new ones make 97, more than the model's 96"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_before_sampling(sampling: Sampling, message: str) -> None:
+    async def use(engine: TorchEngine) -> None:
+        request = requests(prompts(1, 4, 4), sampling)[0]
+        with pytest.raises(ConfigurationError, match=message):
+            await engine.generate(request)
+        assert engine.stats.rows == 0
+
+    with_engine(use)
+
+
+def test_prompts_and_seeds_that_make_no_sense_are_refused() -> None:
+    async def use(engine: TorchEngine) -> None:
+        good = requests(prompts(1, 4, 4), Sampling(92, ()))[0]
+        assert len((await engine.generate(good)).token_ids) == 92  # exactly the model's length
+        for change, message in (
+            ({"prompt_ids": np.zeros(0, np.int32)}, "no tokens"),
+            ({"prompt_ids": np.array([3, 20], np.int32)}, "vocabulary of 20"),
+            ({"prompt_ids": np.array([3, -1], np.int32)}, "vocabulary of 20"),
+            ({"seed": -1}, "negative"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                await engine.generate(dataclasses.replace(good, **change))
+
+    with_engine(use)
+
+
+def test_more_requests_than_promised_are_refused_and_places_are_given_back() -> None:
+    async def use(engine: TorchEngine) -> None:
+        wanted = requests(prompts(4), Sampling(4, ()))
+        outcomes = await asyncio.gather(*map(engine.generate, wanted), return_exceptions=True)
+        assert [type(outcome).__name__ for outcome in outcomes] == ["Completion"] * 3 + ["ConfigurationError"]
+        await asyncio.gather(*map(engine.generate, wanted[:3]))
+
+    with_engine(use, max_in_flight=3)
+
+
+def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused() -> None:
+    module = tiny_llama()
+    module.config.layer_types = ["linear_attention", "full_attention"]
+    with ThreadPoolExecutor(1) as executor, pytest.raises(ConfigurationError, match="linear_attention"):
+        TorchEngine(tiny_model(module=module), max_rows=1, max_in_flight=1, executor=executor)
+
+
+def test_an_experiment_names_its_engine() -> None:
+    async def run(model: LanguageModel, executor: ThreadPoolExecutor) -> None:
+        engine = open_engine(Rollouts(max_rows=3, concurrency=5), model, executor)
+        assert isinstance(engine, TorchEngine)
+        assert engine.max_in_flight == 5
+        await engine.close()
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(run(tiny_model(), executor))

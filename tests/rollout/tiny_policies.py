@@ -1,0 +1,110 @@
+"""Tiny random policies, requests for them, and an independent reference for what they should sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.torch_engine import TorchEngine
+
+VOCABULARY = 20
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.25,  # far from uniform: a wrong distribution shows
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def tiny_llama(seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def tiny_model(seed: int = 0, module: PreTrainedModel | None = None) -> LanguageModel:
+    return LanguageModel(module or tiny_llama(seed), Tokenizer(modchain_tokenizer()), "tiny")
+
+
+def prompts(count: int, shortest: int = 1, longest: int = 9, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(shortest, longest + 1, count)
+    return [random.integers(2, VOCABULARY, length).astype(np.int32) for length in lengths]
+
+
+def requests(prompts_: Sequence[np.ndarray], sampling: Sampling, seed: int = 100) -> list[GenerationRequest]:
+    return [GenerationRequest(f"r{i}", prompt, sampling, seed + i) for i, prompt in enumerate(prompts_)]
+
+
+def with_engine(
+    use: Callable[[TorchEngine], Awaitable[Any]],
+    *,
+    model: LanguageModel | None = None,
+    max_rows: int = 64,
+    max_in_flight: int = 4096,
+) -> Any:
+    """Run `use(engine)` on an event loop of its own, and close the engine."""
+
+    async def run() -> Any:
+        engine = TorchEngine(model or tiny_model(), max_rows=max_rows, max_in_flight=max_in_flight, executor=executor)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    with ThreadPoolExecutor(1) as executor:
+        return asyncio.run(run())
+
+
+def generate(requests_: Sequence[GenerationRequest], **options: Any) -> list[Completion]:
+    async def use(engine: TorchEngine) -> list[Completion]:
+        return await asyncio.gather(*map(engine.generate, requests_))
+
+    return list(with_engine(use, **options))
+
+
+def naive_kept(logits: Sequence[float], top_k: int, top_p: float) -> list[bool]:
+    """Which tokens survive top-k, then top-p, token by token in float64; those tied with the last one kept stay."""
+    kept = [True] * len(logits)
+    if top_k:
+        last = sorted(logits, reverse=True)[min(top_k, len(logits)) - 1]
+        kept = [logit >= last for logit in logits]
+    if top_p < 1.0:
+        weights = [np.exp(float(logit) - float(max(logits))) * keep for logit, keep in zip(logits, kept, strict=True)]
+        mass = 0.0
+        for index in sorted(range(len(logits)), key=lambda i: -logits[i]):
+            mass += weights[index] / sum(weights)
+            if mass >= top_p:
+                kept = [keep and logit >= logits[index] for keep, logit in zip(kept, logits, strict=True)]
+                break
+    return kept
+
+
+def teacher_forced(module: torch.nn.Module, prompt: np.ndarray, completion: np.ndarray, how: Sampling) -> np.ndarray:
+    """Log-probs of the completion from one plain forward pass: no cache, no padding, no batch."""
+    ids = np.concatenate([prompt, completion]).astype(np.int64)
+    with torch.no_grad():
+        logits_LV = module(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].double().numpy()
+    found = []
+    for position in range(len(prompt), len(ids)):
+        logits = logits_LV[position - 1] / how.temperature
+        kept = np.asarray(naive_kept(list(logits), how.top_k, how.top_p))
+        weights = np.exp(logits - logits.max()) * kept
+        found.append(np.log(weights[ids[position]] / weights.sum()))
+    return np.asarray(found)
