@@ -1,0 +1,385 @@
+"""The trainer: bit-exact resumption, faults before the weights change, precision, checkpointing, accounting."""
+
+import asyncio
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from table_policy import TablePolicy, policy_batch
+from torch import nn
+
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.experiment import Rollouts, Training
+from pvg.training.losses import PolicyObjective
+from pvg.training.metrics import Metrics
+from pvg.training.trainer import OptimizerSettings, Trainer, checkpoint_layers
+
+VOCABULARY = 11
+SETTINGS = OptimizerSettings(
+    learning_rate=1e-2, weight_decay=0.1, warmup=2, schedule="cosine", total_steps=8, gradient_clip=0.5
+)
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1, thread_name_prefix="trainer") as pool:
+        yield pool
+
+
+def llama(*, dtype=torch.float32, tied=True):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def random_batch(seed, rows=6):
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(5, 9, rows)
+    completions = [length - 3 for length in lengths]
+    return policy_batch(
+        [generator.integers(0, VOCABULARY, length) for length in lengths],
+        [3] * rows,
+        generator.choice([-1.0, 1.0, 2.0], rows),
+        sampled=[generator.normal(-2.4, 0.2, n) for n in completions],
+        reference=[generator.normal(-2.4, 0.2, n) for n in completions],
+    )
+
+
+class Listed:
+    """A source of given batches."""
+
+    def __init__(self, batches):
+        self.batches = list(batches)
+
+    async def next_batch(self):
+        return self.batches.pop(0) if self.batches else None
+
+
+def policy_objective(loss="grpo", **others):
+    return PolicyObjective(Training(loss=loss, **others), Rollouts(), pad_id=0)
+
+
+def make(module, batches, executor, *, objective=None, settings=SETTINGS, **others):
+    objective = objective or policy_objective(micro_batch_rollouts=4)
+    return Trainer(module, objective, settings, Listed(batches), executor=executor, **others)
+
+
+def play(trainer, steps=1):
+    async def steps_of():
+        return [await trainer.step() for _ in range(steps)]
+
+    return asyncio.run(steps_of())
+
+
+def bits(module):
+    return {name: weight.detach().numpy().tobytes() for name, weight in module.named_parameters()}
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resumed_training_is_bit_identical(executor, tmp_path, tied):
+    batches = [random_batch(seed) for seed in range(6)]
+    straight = make(llama(tied=tied), batches, executor)
+    reports = play(straight, 6)
+
+    first = make(llama(tied=tied), batches[:3], executor)
+    play(first, 3)
+    tensors, meta = first.state()
+    save_file(tensors, tmp_path / "trainer.safetensors")
+
+    torch.manual_seed(99)
+    fresh = llama(tied=tied)
+    with torch.no_grad():
+        for weight in fresh.parameters():
+            weight.normal_()
+    second = make(fresh, batches[3:], executor)
+    second.load_state(load_file(tmp_path / "trainer.safetensors"), meta)
+    assert second.steps_done == 3
+    resumed = play(second, 3)
+
+    assert bits(second.module) == bits(straight.module)
+    assert [report.metrics for report in resumed] == [report.metrics for report in reports[3:]]
+    assert [report.step for report in resumed] == [3, 4, 5]
+    for name, tensor in straight.state()[0].items():
+        assert torch.equal(tensor, second.state()[0][name])
+
+
+def test_moments_matter_to_the_resumption(executor):
+    """The test above can fail: without the optimizer's moments the weights differ."""
+    batches = [random_batch(seed) for seed in range(4)]
+    straight = make(llama(), batches, executor)
+    play(straight, 4)
+    first = make(llama(), batches[:3], executor)
+    play(first, 3)
+    tensors, meta = first.state()
+    second = make(llama(), batches[3:], executor)
+    second.load_state({name: t for name, t in tensors.items() if name.startswith("model.")}, meta)
+    play(second, 1)
+    assert bits(second.module) != bits(straight.module)
+
+
+def test_a_state_is_a_snapshot(executor):
+    trainer = make(llama(), [random_batch(0), random_batch(1)], executor)
+    play(trainer)
+    tensors, _ = trainer.state()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    play(trainer)
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing(executor):
+    trainer = make(llama(), [random_batch(0)], executor)
+    play(trainer)
+    tensors, meta = trainer.state()
+    before = bits(trainer.module)
+    norm = "model.model.norm.weight"
+    missing = {name: tensor for name, tensor in tensors.items() if name != norm}
+    without_moment = {n: t for n, t in tensors.items() if n != "optimizer.exp_avg_sq.model.norm.weight"}
+    faults = [
+        (missing, meta, f"lacks tensor {norm}"),
+        (without_moment, meta, "lacks tensor optimizer.exp_avg_sq.model.norm.weight"),
+        (tensors | {"model.extra": torch.zeros(2)}, meta, "unknown tensor model.extra"),
+        (tensors | {norm: torch.zeros(31)}, meta, r"is \(31,\) torch.float32, not \(32,\)"),
+        (tensors | {norm: torch.zeros(32, dtype=torch.float64)}, meta, "torch.float64"),
+        (tensors, {"format": 7, "step": 1}, "format 7"),
+    ]
+    for broken, its_meta, message in faults:
+        with pytest.raises(StateError, match=message):
+            trainer.load_state(broken, its_meta)
+    assert bits(trainer.module) == before
+    assert trainer.steps_done == 1
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """An objective on a TablePolicy whose batches are functions of its parameters."""
+
+    def prepare(self, batch):
+        return batch
+
+    def split(self, batch):
+        return list(batch)
+
+    def __call__(self, module, micro_batch):
+        loss = micro_batch(module.table_LV)
+        metrics = Metrics()
+        metrics.add_sum("loss", loss.item())
+        return loss, metrics
+
+
+def scripted(batches, executor, **settings):
+    settings = OptimizerSettings(learning_rate=0.1, total_steps=10, **settings)
+    module = TablePolicy([[0.5, 0.5]])
+    return make(module, batches, executor, objective=Scripted(), settings=settings)
+
+
+def infinite_gradient(table):
+    return (table - table.detach()).abs().sum().sqrt()  # sqrt at 0: the loss is 0, its slope is infinite
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ([lambda t: t.sum(), lambda t: t.sum() * math.nan], "loss of micro-batch 1 is nan"),
+        ([lambda t: t.sum() - math.inf], "loss of micro-batch 0 is -inf"),
+        ([infinite_gradient], "gradient's norm is (nan|inf)"),
+    ],
+)
+def test_divergence_is_raised_before_any_weight_changes(executor, fault, message):
+    good = [lambda t: (t**2).sum()]
+    trainer = scripted([good, fault, good], executor)
+    twin = scripted([good, good], executor)
+    play(trainer)
+    before = {name: tensor.clone() for name, tensor in trainer.state()[0].items()}
+    with pytest.raises(TrainingDivergedError, match=f"at step 1: the {message}"):
+        play(trainer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state()[0].items())
+    assert trainer.steps_done == 1
+    play(trainer)  # nothing of the fault is left behind: not in the gradients either
+    play(twin, 2)
+    assert bits(trainer.module) == bits(twin.module)
+
+
+def test_a_nan_advantage_never_reaches_the_weights(executor):
+    batch = replace(random_batch(0), advantages_N=np.full(6, math.nan, dtype=np.float32))
+    trainer = make(llama(), [batch], executor)
+    before = bits(trainer.module)
+    with pytest.raises(TrainingDivergedError, match="Row 0"):
+        play(trainer)
+    assert bits(trainer.module) == before
+
+
+def test_an_exhausted_source_ends_training(executor):
+    trainer = make(llama(), [], executor)
+    assert play(trainer) == [None]
+    assert trainer.steps_done == 0
+
+
+def test_a_batch_without_a_signal_moves_nothing(executor):
+    """Not even by the momentum of the steps before."""
+    silent = replace(random_batch(1), advantages_N=np.zeros(6, dtype=np.float32))
+    trainer = make(llama(), [random_batch(0), silent], executor, objective=policy_objective("dapo"))
+    play(trainer)
+    before = bits(trainer.module)
+    (report,) = play(trainer)
+    assert report.metrics == {"skipped": 1.0}
+    assert bits(trainer.module) == before
+
+
+def test_cancelling_waits_for_the_running_step(executor):
+    started, release = threading.Event(), threading.Event()
+
+    def slow(table):
+        started.set()
+        assert release.wait(20)
+        return (table**2).sum()
+
+    trainer = scripted([[slow]], executor)
+
+    async def cancel_midway():
+        step = asyncio.create_task(trainer.step())
+        await asyncio.to_thread(started.wait, 20)
+        step.cancel()
+        await asyncio.sleep(0.05)
+        assert not step.done()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+
+    asyncio.run(cancel_midway())
+    assert trainer.steps_done == 1
+
+
+# --- what a step does ----------------------------------------------------------------------------------------------
+
+
+def test_one_step_by_hand(executor):
+    """AdamW's first step is lr x sign(gradient), whatever its size; the schedule's warm-up halves it."""
+    trainer = scripted([[lambda t: t[0, 0] * 3, lambda t: t[0, 1] * -4]], executor, warmup=2, gradient_clip=1.0)
+    before = trainer.module.table_LV.detach().clone()
+    (report,) = play(trainer)
+    assert report.metrics["grad_norm"] == pytest.approx(5.0)  # of (3, -4), summed over the micro-batches, unclipped
+    assert report.metrics["learning_rate"] == pytest.approx(0.05)
+    step = trainer.module.table_LV.detach() - before
+    torch.testing.assert_close(step, torch.tensor([[-0.05, 0.05]]), rtol=1e-4, atol=1e-6)
+
+
+def test_the_global_norm_is_clipped(executor):
+    """The first moment is (1 - beta1) x the clipped gradient: (3, -4) of norm 5 becomes (0.6, -0.8)."""
+    trainer = scripted([[lambda t: t[0, 0] * 3 - t[0, 1] * 4]], executor, gradient_clip=1.0)
+    play(trainer)
+    moments = trainer.state()[0]["optimizer.exp_avg.table_LV"]
+    torch.testing.assert_close(moments, torch.tensor([[0.06, -0.08]]), rtol=1e-4, atol=1e-6)
+
+
+def test_only_parameters_that_require_a_gradient_are_trained(executor):
+    module = llama(tied=False)
+    for name, weight in module.named_parameters():
+        weight.requires_grad_("layers.1" in name)
+    before = bits(module)
+    trainer = make(module, [random_batch(0)], executor)
+    play(trainer)
+    changed = {name for name, value in bits(module).items() if value != before[name]}
+    assert changed == {name for name in before if "layers.1" in name}
+    assert all("layers.1" in name for name in trainer.state()[0])
+
+
+def test_vectors_do_not_decay(executor):
+    """On a gradient of 0 only the weight decay is left: lr x decay = 0.05 of the matrix, nothing of the vector."""
+    module = nn.Module()
+    module.matrix, module.vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+
+    class Zero(Scripted):
+        def __call__(self, module, micro_batch):
+            return 0.0 * (module.matrix.sum() + module.vector.sum()), Metrics()
+
+    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.5)
+    play(make(module, [[None]], executor, objective=Zero(), settings=settings))
+    torch.testing.assert_close(module.matrix.detach(), torch.full((2, 2), 0.95))
+    assert torch.equal(module.vector.detach(), torch.ones(2))
+
+
+def test_models_that_cannot_be_trained_are_refused(executor):
+    frozen = llama()
+    frozen.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="no parameter to train"):
+        make(frozen, [], executor)
+    with pytest.raises(ConfigurationError, match=r"must be float32, but .* is bfloat16"):
+        make(llama(dtype=torch.bfloat16), [], executor)
+    with pytest.raises(ConfigurationError, match="no precision 'float16'"):
+        make(llama(), [], executor, precision="float16")
+
+
+def test_it_computes_in_the_executor_and_accounts_for_its_time(executor):
+    threads = set()
+
+    def seen(table):
+        threads.add(threading.current_thread().name)
+        return table.sum()
+
+    (report,) = play(scripted([[seen]], executor))
+    assert threads == {"trainer_0"}
+    assert report.seconds.keys() == {"wait_for_rollouts", "pack", "forward_backward", "optimizer"}
+    assert all(seconds >= 0.0 for seconds in report.seconds.values())
+
+
+def test_precision_decides_what_the_matrix_products_run_in(executor):
+    for precision, expected in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        module, found = llama(), set()
+        module.model.layers[0].mlp.down_proj.register_forward_hook(
+            lambda _m, _i, out, found=found: found.add(out.dtype)
+        )
+        (report,) = play(make(module, [random_batch(0)], executor, precision=precision))
+        assert found == {expected}
+        assert math.isfinite(report.metrics["loss"])
+        assert {weight.dtype for weight in module.parameters()} == {torch.float32}
+
+
+def test_dropout_is_off(executor):
+    trainer = make(llama().train(), [], executor)
+    assert not any(part.training for part in trainer.module.modules())
+
+
+# --- gradient checkpointing ----------------------------------------------------------------------------------------
+
+
+def test_checkpointed_layers_run_twice_and_give_the_same_weights(executor):
+    results = {}
+    for switch in (False, True):
+        module, calls = llama(), []
+        module.model.layers[0].self_attn.register_forward_hook(lambda *_args, calls=calls: calls.append(1))
+        objective = policy_objective()  # one micro-batch
+        trainer = make(module, [random_batch(0)], executor, objective=objective, gradient_checkpointing=switch)
+        from_check = 2  # forwards of two tokens by which pvg.models.logprobs checks the head
+        play(trainer)
+        assert len(calls) - from_check == (2 if switch else 1)
+        results[switch] = bits(module)
+    assert results[True] == results[False]
+
+
+def test_models_that_cannot_be_checkpointed_are_refused():
+    with pytest.raises(ConfigurationError, match="no layers that can be checkpointed"):
+        checkpoint_layers(TablePolicy([[0.5, 0.5]]))
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.OPTConfig(vocab_size=8, word_embed_proj_dim=16, dropout=0.1, **sizes)
+    with pytest.raises(ConfigurationError, match=r"OPTDecoderLayer applies dropout \(0.1\) itself"):
+        checkpoint_layers(transformers.OPTForCausalLM(config))
