@@ -28,6 +28,7 @@ from pvg.errors import ConfigurationError, UsageError
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
+Folder = Annotated[Path, Field(strict=False)]  # TOML has no paths: text becomes one
 
 GROUP_NORMALISED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"})
 # Sections that do not change what is computed: they may differ between a run and its resumption.
@@ -37,7 +38,8 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store"})
 class Section(BaseModel):
     """A part of the configuration: immutable, and no key is ever ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    # Strict: "30" is no number and true is no count. (An integer is a number still.)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, strict=True)
 
 
 class ModchainTask(Section):
@@ -62,7 +64,7 @@ class Gsm8kTask(Section):
     """Grade-school word problems in the published JSONL form; `path` holds train.jsonl and test.jsonl."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    path: Path | None = None
+    path: Folder | None = None
     limit: Count | None = None
 
 
@@ -195,7 +197,7 @@ class Telemetry(Section):
 
 
 class Store(Section):
-    root: Path = Path("runs")
+    root: Folder = Path("runs")
     commit_every: Count = 10  # optimizer steps between commit points
 
 
@@ -228,6 +230,8 @@ class Experiment(Section):
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
         by_tokens = max(1, training.micro_batch_tokens // longest)
         micro = min(by_tokens, per_step, training.micro_batch_rollouts or per_step)
+        if training.accumulation_steps is not None:  # at least so many micro-batches (pvg.training.losses)
+            micro = min(micro, max(1, per_step // training.accumulation_steps))
         return BatchArithmetic(
             groups=training.groups,
             group_size=rollout.group_size,
@@ -235,7 +239,7 @@ class Experiment(Section):
             optimizer_steps_per_batch=training.minibatches,
             rollouts_per_optimizer_step=per_step,
             micro_batch_rollouts=micro,
-            accumulation_steps=training.accumulation_steps or -(-per_step // micro),
+            accumulation_steps=-(-per_step // micro),
             completion_tokens_per_batch=rollouts * rollout.max_tokens,
             mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples,
             verifier_pairs_per_round=self.verifier.steps * self.verifier.pairs,
@@ -382,6 +386,8 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"There is no experiment file {path}.") from None
+    except OSError as error:
+        raise UsageError(f"The experiment file {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
     origins: dict[str, str] = {}
@@ -425,13 +431,11 @@ def _assign(data: dict[str, Any], key: str, value: Any) -> None:
 def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> ConfigurationError:
     """The first complaint of pydantic, in one line a user can act on."""
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part not in TASK_KINDS)
-    where = overrides.get(key, origin)
+    key = ".".join(str(part) for part in first["loc"] if part not in TASKS)
+    where = next((where for set_, where in reversed(overrides.items()) if f"{key}.".startswith(f"{set_}.")), origin)
     suffix = f" ({where})" if where else ""
     if first["type"] == "extra_forbidden":
-        hint = nearest(key, valid_keys()) or nearest(
-            key.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in valid_keys()]
-        )
+        hint = nearest_key(key)
         return ConfigurationError(
             f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),
             "See `pvg config schema` for all keys.",
@@ -440,12 +444,23 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
         message = str(first["msg"]).removeprefix("Value error, ")
         return ConfigurationError(f"{message}{suffix}.")
     if first["type"].startswith("union_tag"):
-        return ConfigurationError(f"task.kind must be one of {', '.join(TASK_KINDS)}{suffix}.")
+        return ConfigurationError(f"task.kind must be one of {', '.join(TASKS)}{suffix}.")
     given = repr(first["input"])
     return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
 
 
-TASK_KINDS = ("modchain", "gsm8k", "reasoning_gym")
+TASKS: dict[str, type[Section]] = {"modchain": ModchainTask, "gsm8k": Gsm8kTask, "reasoning_gym": ReasoningGymTask}
+
+
+def nearest_key(key: str) -> str | None:
+    """The valid key, or section, most like `key`: as a whole, or the one whose last part is most like its last part."""
+    keys = valid_keys()
+    sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
+    if hint := nearest(key, [*keys, *sorted(sections)]):
+        return hint
+    leaves = {k.rsplit(".", 1)[-1]: k for k in reversed(keys)}
+    leaf = nearest(key.rsplit(".", 1)[-1], list(leaves))
+    return leaves[leaf] if leaf else None
 
 
 def valid_keys() -> list[str]:
@@ -458,7 +473,7 @@ def valid_keys() -> list[str]:
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
                 walk(annotation, f"{prefix}{name}.")
             elif name == "task":
-                for task in (ModchainTask, Gsm8kTask, ReasoningGymTask):
+                for task in TASKS.values():
                     walk(task, "task.")
             else:
                 keys.append(f"{prefix}{name}")

@@ -1,0 +1,137 @@
+"""The border between commands and the user: errors, exit codes, and the one JSON document on stdout.
+
+Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 the environment lacks something; 70 a defect of
+pvg (the traceback is shown, with a line how to report it); 130 stopped by Ctrl-C or SIGTERM.
+
+Invariant: with --json, stdout holds exactly one JSON document, on success and on error; everything else is on stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+from pvg.errors import EXIT_USAGE, PvgError
+
+EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
+EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+# typer brings its own copy of click in newer versions; this is the base of its usage errors in all of them.
+CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def emit(document: Any) -> None:
+    """Write the command's one JSON document."""
+    import orjson
+
+    text = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    sys.stdout.write(text.decode() + "\n")
+    sys.stdout.flush()
+
+
+def emit_error(kind: str, message: str, remedy: str, exit_code: int) -> None:
+    emit({"error": {"type": kind, "message": message, "remedy": remedy, "exit_code": exit_code}})
+
+
+def say(text: str, colour: str | None = None) -> None:
+    """A line on stderr; colours only where stderr is a terminal."""
+    typer.secho(text, err=True, fg=colour)
+
+
+def guarded(command: Command) -> Command:
+    """Puts a command behind the border. The command takes `as_json` and `debug`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with Border(as_json=kwargs["as_json"], debug=kwargs["debug"]):
+            return command(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+class Border:
+    """Turns what leaves a command into lines and an exit code."""
+
+    def __init__(self, *, as_json: bool, debug: bool) -> None:
+        self.as_json = as_json
+        self.debug = debug
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, PvgError):
+            self._mistake(error)
+        elif isinstance(error, KeyboardInterrupt):
+            say("Stopped before anything was started.")
+            self._document("Stopped", "Stopped before anything was started.", "", EXIT_STOPPED)
+            raise typer.Exit(EXIT_STOPPED)
+        elif isinstance(error, Exception) and not isinstance(
+            error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
+        ):
+            self._defect(error)
+
+    def _mistake(self, error: PvgError) -> None:
+        if self.debug:
+            traceback.print_exception(error)
+        say(f"error: {error.message}", typer.colors.RED)
+        if error.remedy:
+            say(error.remedy)
+        self._document(type(error).__name__, error.message, error.remedy, error.exit_code)
+        raise typer.Exit(error.exit_code) from error
+
+    def _defect(self, error: Exception) -> None:
+        traceback.print_exception(error)
+        say(
+            "This is a defect in pvg. Please report it with the lines above and the output of `pvg doctor --json`.",
+            typer.colors.RED,
+        )
+        self._document(type(error).__name__, str(error), "Report it: this is a defect in pvg.", EXIT_DEFECT)
+        raise typer.Exit(EXIT_DEFECT) from error
+
+    def _document(self, kind: str, message: str, remedy: str, exit_code: int) -> None:
+        if self.as_json:
+            emit_error(kind, message, remedy, exit_code)
+
+
+class Commands(TyperGroup):
+    """The group of all commands: a usage error with --json on the line is a JSON document too."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        as_json = "--json" in args
+        with UsageDocument(as_json):
+            context = super().make_context(info_name, args, parent, **extra)
+        context.meta["pvg.as_json"] = as_json
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        with UsageDocument(ctx.meta.get("pvg.as_json", False)):
+            return super().invoke(ctx)
+
+
+class UsageDocument:
+    """Writes the JSON document of a usage error that passes through; typer prints its text and exits with 2."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.as_json and isinstance(error, CommandLineError):
+            emit_error("UsageError", str(error), "See --help.", EXIT_USAGE)

@@ -1,0 +1,75 @@
+"""`pvg config show|validate|schema`: look at an experiment's settings without running it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cli.boundary import Commands, DebugOption, JsonOption, emit, guarded
+from cli.options import ExperimentArgument, SetOption
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
+
+
+def register(parent: typer.Typer) -> None:
+    parent.add_typer(app, name="config")
+
+
+@app.command()
+@guarded
+def show(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Print every setting of an experiment, defaults included, as TOML."""
+    from cli.output import print_toml
+    from cli.resolve import resolve
+
+    resolved = resolve(experiment, overrides or [])
+    if as_json:
+        emit(resolved.plain())
+    else:
+        print_toml(resolved.to_toml())
+
+
+@app.command()
+@guarded
+def validate(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check an experiment; exit 2 and name the key when it cannot work."""
+    from cli.resolve import resolve
+
+    resolved = resolve(experiment, overrides or [])
+    if as_json:
+        emit({"valid": True, "name": resolved.name, "hash": resolved.hash()})
+    else:
+        typer.echo(f"{resolved.name} is valid (settings {resolved.hash()}).")
+
+
+@app.command()
+@guarded
+def schema(
+    experiment: Annotated[
+        str | None,
+        typer.Argument(metavar="[EXPERIMENT]", help="Show this experiment's values instead of the defaults."),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List every key with its type and default; with --json, the JSON schema."""
+    from cli.output import print_schema
+    from cli.resolve import resolve
+
+    if as_json:
+        from pvg.experiment import Experiment
+
+        emit(Experiment.model_json_schema())
+        return
+    print_schema(resolve(experiment, []) if experiment else None)

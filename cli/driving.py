@@ -1,0 +1,102 @@
+"""Driving a run from the command line: the observer that fits the terminal, and what Ctrl-C does.
+
+First SIGINT or SIGTERM: the run is asked to stop at its next commit point. Second: the process ends at once, which
+loses nothing that was committed (a run survives SIGKILL at any instant).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, TypeVar
+
+from cli.board import Board
+from cli.boundary import EXIT_STOPPED
+from cli.display import Display
+from cli.output import stderr
+from cli.plain import PlainLines
+
+Watcher = Display | PlainLines
+Result = TypeVar("Result")
+SHOW_CURSOR = b"\x1b[?25h\n"
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def watcher_for(board: Board, refresh_per_second: float) -> Watcher:
+    """The live display on a terminal, plain lines elsewhere."""
+    console = stderr()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Display(board, console=console, refresh_per_second=refresh_per_second)
+    return PlainLines(board, sys.stderr)
+
+
+def drive(
+    work: Callable[[Watcher, asyncio.Event], Awaitable[Result]], watcher: Watcher, last_words: bytes = b""
+) -> Result:
+    """Run `work(observer, stop)` to its end under the watcher.
+
+    `last_words` goes to stdout when a second Ctrl-C ends the process: with --json, its one document.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(watcher)
+        switch = stack.enter_context(StopSwitch(watcher, last_words))
+        return asyncio.run(switch.attached(work))
+
+
+class StopSwitch:
+    """Turns the two signals into an asyncio event, while entered. Only for the main thread.
+
+    A handler runs between any two instructions of the main thread, perhaps inside the display's lock: so it draws
+    nothing, and leaves that to the event loop.
+    """
+
+    def __init__(self, watcher: Watcher, last_words: bytes = b"") -> None:
+        self.requested = False
+        self._watcher = watcher
+        self._last_words = last_words
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSwitch:
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def attached(self, work: Callable[[Watcher, asyncio.Event], Awaitable[Result]]) -> Result:
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self.requested:
+            self._request()
+        try:
+            return await work(self._watcher, self._stop)
+        finally:
+            self._loop = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self._quit()
+        self.requested = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._request)
+
+    def _request(self) -> None:
+        if self._stop is not None and not self._stop.is_set():
+            self._stop.set()
+            self._watcher.stop_requested()
+
+    def _quit(self) -> None:
+        if self._last_words:
+            os.write(1, self._last_words)
+        if sys.stderr.isatty():
+            os.write(2, SHOW_CURSOR)
+        os._exit(EXIT_STOPPED)

@@ -1,0 +1,46 @@
+"""The `pvg` command. One module per command; each imports what is heavy when it runs, so `pvg --help` stays quick.
+
+pvg train            play the embedded game on the CPU
+pvg report RUN       read what it left behind
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cli import config, doctor, report, rollout, train
+from cli.boundary import Commands
+from pvg import __version__
+
+app = typer.Typer(
+    name="pvg",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Prover-verifier games for language models: play, train and measure them.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pvg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Prover-verifier games for language models: play, train and measure them."""
+
+
+train.register(app)
+rollout.register(app)
+report.register(app)
+config.register(app)
+doctor.register(app)

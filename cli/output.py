@@ -1,0 +1,123 @@
+"""Printing for people: consoles, TOML with colours, tables. Without a terminal: the same text, no escape codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from pvg.experiment import BatchArithmetic, Experiment
+
+PIPE_WIDTH = 100  # columns where no terminal says how many there are
+
+
+def console(stream: TextIO) -> Console:
+    """A console on stdout or stderr. What the stream cannot encode is replaced instead of raising."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def stdout() -> Console:
+    return console(sys.stdout)
+
+
+def stderr() -> Console:
+    return console(sys.stderr)
+
+
+def print_toml(text: str) -> None:
+    """TOML, coloured on a terminal; byte for byte the text in a pipe, so that it can be saved and used."""
+    if sys.stdout.isatty():
+        stdout().print(Syntax(text.rstrip(), "toml", theme="ansi_dark", background_color="default", word_wrap=True))
+    else:
+        sys.stdout.write(text)
+
+
+def arithmetic_table(experiment: Experiment) -> Table:
+    """The numbers that follow from the settings, each with where it comes from."""
+    numbers = experiment.arithmetic()
+    table = quiet_table()
+    table.add_column("derived")
+    table.add_column("", justify="right", style="bold")
+    table.add_column("from", style="bright_black")
+    for label, value, origin in _arithmetic_rows(experiment, numbers):
+        table.add_row(label, f"{value:,}", origin)
+    return table
+
+
+def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[tuple[str, int, str]]:
+    training, game, verifier = experiment.training, experiment.game, experiment.verifier
+    micro = f"at most {training.micro_batch_tokens:,} tokens each"
+    return [
+        ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
+        ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
+        ("rollouts per optimizer step", numbers.rollouts_per_optimizer_step, "batch / optimizer steps"),
+        ("rollouts per micro-batch, about", numbers.micro_batch_rollouts, micro),
+        ("accumulation steps, about", numbers.accumulation_steps, "micro-batches per optimizer step"),
+        (
+            "completion tokens per batch, at most",
+            numbers.completion_tokens_per_batch,
+            f"{numbers.rollouts_per_batch:,} rollouts x {experiment.rollout.max_tokens}",
+        ),
+        (
+            "mint rollouts per round",
+            numbers.mint_rollouts_per_round,
+            f"{game.mint_problems:,} problems x {game.mint_samples}",
+        ),
+        ("verifier pairs per round", numbers.verifier_pairs_per_round, f"{verifier.steps} steps x {verifier.pairs}"),
+        ("prover rollouts per round", numbers.prover_rollouts_per_round, f"{training.steps} steps"),
+        ("optimizer steps in all", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
+    ]
+
+
+def print_schema(experiment: Experiment | None) -> None:
+    """Every key with its type and its default, or an experiment's value."""
+    from cli.schema import setting_rows
+
+    table = quiet_table()
+    table.add_column("key", no_wrap=True)
+    table.add_column("type", style="cyan")
+    table.add_column("default" if experiment is None else experiment.name)
+    for key, kind, default in setting_rows():
+        if experiment is None:
+            table.add_row(Text(key), Text(kind), Text(toml_value(default)))
+        elif (value := value_at(experiment, key)) is not ABSENT:
+            table.add_row(Text(key.replace(f" ({experiment.task.kind})", "")), Text(kind), Text(toml_value(value)))
+    stdout().print(table)
+
+
+ABSENT = object()
+
+
+def value_at(experiment: Experiment, key: str) -> Any:
+    """The value of a row of `setting_rows`; ABSENT for the settings of another kind of task."""
+    node: Any = experiment
+    for part in key.split("."):
+        name, _, kind = part.partition(" ")
+        node = getattr(node, name)
+        if kind and kind != f"({node.kind})":
+            return ABSENT
+    return node
+
+
+def toml_value(value: Any) -> str:
+    """As it would stand in a TOML file; empty for what is left out."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (int, float, dict)) else f'"{value}"'
+
+
+def quiet_table() -> Table:
+    return Table(
+        box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bright_black", border_style="bright_black"
+    )

@@ -1,0 +1,14 @@
+"""From what the user typed to an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pvg.experiment import Experiment, find_experiment, load_experiment
+
+DEFAULT_EXPERIMENT = "modchain"
+
+
+def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
+    """The experiment `name` (a name or a file; None: the default) with the overrides applied, validated."""
+    return load_experiment(find_experiment(name or DEFAULT_EXPERIMENT), overrides)

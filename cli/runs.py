@@ -1,0 +1,109 @@
+"""From what the user typed to a run: a new one with a free name, or an unfinished one to go on with."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.resolve import DEFAULT_EXPERIMENT, resolve
+from pvg.errors import MissingRequirementError, StateError, UsageError
+from pvg.experiment import Experiment, Store, differences, load_experiment, parse_override
+from pvg.reporting.run_summary import read_run, unfinished_runs
+from pvg.store.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is going to be played, and where. A new run's folder does not exist yet."""
+
+    experiment: Experiment
+    run: RunDirectory
+    resume: bool
+    notice: str = ""
+
+
+def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan:
+    """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists."""
+    root = experiment.store.root
+    wanted = name or f"{experiment.name}{suffix}"
+    free, number = wanted, 1
+    while name is None and (root / free).exists():
+        number += 1
+        free = f"{wanted}-{number}"
+    notice = f"{root / wanted} exists already; this run is {free}." if free != wanted else ""
+    return Plan(experiment, RunDirectory(root / free), resume=False, notice=notice)
+
+
+def create(plan: Plan) -> RunDirectory:
+    """Make the folder of a new run. Raises MissingRequirementError when it cannot be written."""
+    root = plan.experiment.store.root
+    try:
+        return RunDirectory.create(root, plan.run.name, plan.experiment)
+    except OSError as error:
+        raise MissingRequirementError(
+            f"The run folder {plan.run.path} cannot be made: {error.strerror}.",
+            "Choose another place with --set store.root=FOLDER.",
+        ) from error
+
+
+def plan_resume(name: str | None, overrides: Sequence[str], run_name: str) -> Plan:
+    """The run to go on with: `run_name`, or where that is empty the newest unfinished one of the experiment.
+
+    Without an experiment's name the run's own settings are taken, with the overrides on top. Raises StateError that
+    names the difference when settings that change the outcome are not those of the run.
+    """
+    given = resolve(name, overrides) if name else None
+    root = given.store.root if given else _root(overrides)
+    run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
+    _refuse_unplayable(run)
+    experiment = given or load_experiment(run.experiment_file, overrides)
+    changed = differences(run.experiment().hashed(), experiment.hashed())
+    if changed:
+        raise StateError(
+            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
+            f"Go on with its own settings: {resume_command(run)}",
+        )
+    return Plan(experiment, run, resume=True, notice=f"Resuming {run.name}.")
+
+
+def resume_command(run: RunDirectory) -> str:
+    """Exactly what to type to go on with `run`, from this folder."""
+    return f"pvg train --resume {shlex.quote(_target(run))}"
+
+
+def report_command(run: RunDirectory) -> str:
+    return f"pvg report {shlex.quote(_target(run))}"
+
+
+def _target(run: RunDirectory) -> str:
+    """How a command finds the run: by name in the default folder, by path elsewhere."""
+    return run.name if run.path == Store().root / run.name else str(run.path)
+
+
+def _newest(root: Path, experiment: str) -> RunDirectory:
+    found = unfinished_runs(root, experiment)
+    if found:
+        return found[0]
+    others = unfinished_runs(root)
+    raise UsageError(
+        f"There is no unfinished run of {experiment!r} in {root}.",
+        f"The newest unfinished run of another experiment: {resume_command(others[0])}"
+        if others
+        else f"Start one with: pvg train {experiment}",
+    )
+
+
+def _refuse_unplayable(run: RunDirectory) -> None:
+    summary = read_run(run)
+    if summary.status == "complete":
+        raise UsageError(f"The run {run.name!r} is complete.", f"Look at it with: pvg report {run.name}")
+    if summary.status == "samples":
+        raise UsageError(f"The run {run.name!r} holds samples of `pvg rollout`, not a game.", "Start one: pvg train")
+
+
+def _root(overrides: Sequence[str]) -> Path:
+    """The runs folder when no experiment was named: the default, unless it is set."""
+    values = dict(parse_override(override) for override in overrides)
+    return Path(str(values.get("store.root", Store().root)))

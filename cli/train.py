@@ -1,0 +1,172 @@
+"""`pvg train`: play a whole game, from the start or from where it stopped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
+from cli.options import SetOption
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from cli.driving import Watcher
+    from cli.runs import Plan
+    from pvg.game.run import Outcome
+
+
+class TrainCommand(TyperCommand):
+    """Gives `--resume` its optional value: alone it means the newest unfinished run, written as ""."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        filled: list[str] = []
+        for place, word in enumerate(args):
+            filled.append(word)
+            followed = place + 1 < len(args) and not args[place + 1].startswith("-")
+            if word == "--resume" and not followed:
+                filled.append("")
+        return super().parse_args(ctx, filled)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", cls=TrainCommand)(train)
+
+
+@guarded
+def train(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|FILE]",
+            help="An experiment of ./experiments or of pvg, or a TOML file. Without one: modchain.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    run_name: Annotated[
+        str | None, typer.Option("--name", metavar="RUN", help="Name the run instead of numbering it.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="[RUN]", help="Go on with a run; without a name with the newest unfinished one."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved settings and batch sizes, and play nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Play a prover-verifier game. Without arguments: the embedded one, on the CPU, in a few minutes.
+
+    Ctrl-C stops at the next commit point; pvg train --resume goes on from there.
+    """
+    from cli.resolve import resolve
+    from cli.runs import plan_new, plan_resume
+    from pvg.errors import UsageError
+
+    if resume is not None and run_name is not None:
+        raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
+    settings = overrides or []
+    plan = plan_resume(name, settings, resume) if resume is not None else plan_new(resolve(name, settings), run_name)
+    if dry_run:
+        _show_plan(plan, as_json)
+        return
+    if plan.notice:
+        say(plan.notice)
+    _tell(_play(plan, as_json), plan, as_json)
+
+
+def _show_plan(plan: Plan, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from cli.output import arithmetic_table, print_toml, stdout
+
+    experiment = plan.experiment
+    if as_json:
+        emit(
+            {
+                "experiment": experiment.plain(),
+                "arithmetic": asdict(experiment.arithmetic()),
+                "hash": experiment.hash(),
+                "run": str(plan.run.path),
+                "resume": plan.resume,
+            }
+        )
+        return
+    print_toml(experiment.to_toml())
+    console = stdout()
+    console.print()
+    console.print(arithmetic_table(experiment))
+    console.print(f"\nThis {'continues' if plan.resume else 'would play in'} {plan.run.path}.", style="bright_black")
+
+
+def _play(plan: Plan, as_json: bool) -> Outcome:
+    """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
+    import shutil
+
+    from cli.board import Board
+    from cli.driving import drive, watcher_for
+    from cli.runs import create
+    from pvg.errors import PvgError
+
+    run = plan.run if plan.resume else create(plan)
+    experiment = plan.experiment
+
+    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+        from pvg.game.run import play
+
+        return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume)
+
+    board = Board(experiment.name, run.name, experiment.game.rounds)
+    watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
+    with run.lock():
+        try:
+            return drive(work, watcher, last_words(run.name, as_json))
+        except PvgError:
+            if not plan.resume and not run.state.exists():
+                shutil.rmtree(run.path)
+            raise
+
+
+def last_words(run: str, as_json: bool) -> bytes:
+    """The document of a command that is ended at once."""
+    import orjson
+
+    return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
+
+
+def _tell(outcome: Outcome, plan: Plan, as_json: bool) -> None:
+    """The table by round, what to type next, and the exit code."""
+    from cli.output import stdout
+    from cli.runs import report_command, resume_command
+    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.terminal import closing
+
+    summary = read_run(plan.run)
+    stopped = outcome.status == "interrupted"
+    resume = resume_command(plan.run)
+    if as_json:
+        emit(
+            {
+                "status": outcome.status,
+                "run": summary.name,
+                "path": str(summary.path),
+                "experiment": summary.experiment,
+                "seconds": outcome.seconds,
+                "rounds": summary.plain()["rounds"],
+                "alerts": summary.plain()["alerts"],
+                "resume": resume if stopped else None,
+            }
+        )
+    else:
+        commands = {resume: "play on from here"} if stopped else {}
+        commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
+        commands[f"{report_command(plan.run)} --json"] = "the same for a program"
+        stdout().print(closing(summary, outcome.seconds, commands))
+    if stopped:
+        raise typer.Exit(EXIT_STOPPED)

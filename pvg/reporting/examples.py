@@ -1,0 +1,130 @@
+"""Example solutions of a run, chosen from its committed shards: what the players wrote, with score and grade.
+
+The newest round that has scored solutions speaks: the sneaky flaws its verifier believed most, and helpful correct
+solutions of middling score, which are what an ordinary one looks like. Without scores (`pvg rollout`) any of each
+kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pvg.records import Role, Rollout
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+
+EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on problems that nobody trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A solution to show; `why` says what it is an example of."""
+
+    why: str
+    id: str
+    role: str
+    round: int
+    source: str
+    question: str
+    text: str
+    reference: str
+    answer: str | None
+    correct: bool
+    well_formed: bool
+    note: str
+    score: float | None
+    reward: float | None
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
+    """At most `each` believed sneaky flaws and `each` typical helpful solutions, of the newest prover that was scored.
+
+    Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
+    """
+    state = FileStateStore(run.state).load().state or {}
+    infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
+    shards = RolloutShards(run.path)
+    unscored: list[Example] = []
+    for info in _newest_first(infos):
+        rollouts = shards.read(info)
+        newest = max((rollout.source for rollout in rollouts), default="", key=_age)
+        found = _choose([rollout for rollout in rollouts if rollout.source == newest], each)
+        if any(example.score is not None for example in found):
+            return found
+        unscored = unscored or found
+    return unscored
+
+
+def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:
+    """The last shard of every phase, best first: the newest round's evaluation, its other phases, the round before."""
+    last: dict[tuple[int, str], tuple[int, ShardInfo]] = {}
+    for place, info in enumerate(infos):
+        last[info.round, _phase(info)] = (place, info)
+    ranked = sorted(last, key=lambda key: (key[0], key[1] == EVALUATION, last[key][0]), reverse=True)
+    return [last[key][1] for key in ranked]
+
+
+def _phase(info: ShardInfo) -> str:
+    return info.label.rsplit("-", 1)[0]
+
+
+def _age(source: str) -> tuple[bool, str]:
+    """Orders sources: the base prover, then the rounds' provers."""
+    return source != "base", source
+
+
+def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
+    flaws = [r for r in rollouts if r.role is Role.SNEAKY and not r.grade.correct and r.grade.well_formed]
+    solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
+    believed = _distinct(sorted(flaws, key=_score, reverse=True), each)
+    typical = _distinct(_around_median(solutions, _score), each)
+    scored = any(r.score is not None for r in rollouts)
+    return [
+        *(_example(r, "the flaw the verifier believes most" if scored else "a flaw") for r in believed[:1]),
+        *(_example(r, "another believed flaw" if scored else "another flaw") for r in believed[1:]),
+        *(_example(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
+    ]
+
+
+def _score(rollout: Rollout) -> float:
+    return rollout.score if rollout.score is not None else 0.0
+
+
+def _around_median(rollouts: Sequence[Rollout], key: Callable[[Rollout], float]) -> list[Rollout]:
+    """Sorted by distance of their rank from the middle one."""
+    ranked = sorted(rollouts, key=key)
+    middle = len(ranked) // 2
+    return [ranked[place] for place in sorted(range(len(ranked)), key=lambda place: (abs(place - middle), place))]
+
+
+def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
+    """The first `most` with different questions and texts: eight copies of one trick teach nothing."""
+    found: dict[str, Rollout] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.problem_id, rollout)
+    return list(found.values())[:most]
+
+
+def _example(rollout: Rollout, why: str) -> Example:
+    return Example(
+        why=why,
+        id=rollout.id,
+        role=rollout.role.value,
+        round=rollout.round,
+        source=rollout.source,
+        question=rollout.question,
+        text=rollout.text,
+        reference=rollout.reference,
+        answer=rollout.grade.answer,
+        correct=rollout.grade.correct,
+        well_formed=rollout.grade.well_formed,
+        note=rollout.grade.note,
+        score=rollout.score,
+        reward=rollout.reward,
+    )

@@ -1,0 +1,181 @@
+"""Numbers as short text: percentages, scores, durations, sparklines, and how each metric of a run is shown.
+
+Pure functions of numbers; the terminal tables, the live display and the HTML page share them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["share", "auc", "score", "rate", "number"]
+
+BARS = "▁▂▃▄▅▆▇█"
+ABSENT = "–"
+# A sparkline's full height spans at least this much, so that noise does not look like an event.
+LEAST_SPAN: dict[Style, float] = {"share": 0.1, "auc": 0.02, "score": 0.5, "rate": 0.0, "number": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a metric is shown: its label, its style, and whether a higher value is the better one (None: neither)."""
+
+    label: str
+    style: Style
+    higher_is_better: bool | None = None
+
+
+SHOWN: dict[str, Shown] = {
+    "helpful_accuracy": Shown("helpful accuracy", "share", True),
+    "sneaky_error_rate": Shown("sneaky error rate", "share"),
+    "fooled_rate": Shown("fooled rate", "share"),
+    "fooled_rate_base": Shown("fooled by base", "share", False),
+    "fooled_rate_previous": Shown("fooled by previous", "share", False),
+    "accepted_helpful": Shown("helpful accepted", "share", True),
+    "verifier_auc": Shown("verifier AUC", "auc", True),
+    "verifier_auc_previous": Shown("AUC on previous", "auc", True),
+    "pair_accuracy": Shown("pair accuracy", "share", True),
+    "score_gap": Shown("score gap", "score", True),
+    "score_helpful_correct": Shown("score helpful correct", "score"),
+    "score_helpful_incorrect": Shown("score helpful wrong", "score"),
+    "score_sneaky_correct": Shown("score sneaky correct", "score"),
+    "score_sneaky_incorrect": Shown("score sneaky wrong", "score"),
+    "score_mean": Shown("mean score", "score"),
+    "threshold": Shown("acceptance threshold", "score"),
+    "reward_mean": Shown("mean reward", "score"),
+    "malformed": Shown("malformed", "share", False),
+    "truncated": Shown("truncated", "share", False),
+    "zero_signal": Shown("zero-signal groups", "share", False),
+    "clipped": Shown("clipped tokens", "share"),
+    "cache_hit_rate": Shown("score cache hits", "share"),
+    "tokens_per_s": Shown("tokens/s", "rate", True),
+    "pairs_per_s": Shown("pairs/s", "rate", True),
+    "kl": Shown("KL to start", "number"),
+    "grad_norm": Shown("gradient norm", "number"),
+    "ratio_max": Shown("largest ratio", "number"),
+    "loss": Shown("loss", "number"),
+    "staleness": Shown("staleness", "number"),
+    "pairs_available": Shown("pairs to draw from", "rate"),
+}
+
+PHASE_LABELS = {
+    "init": "sample",  # the state that `pvg rollout` leaves a run in
+    "mint": "mint",
+    "train_verifier": "verifier",
+    "train_prover": "prover",
+    "checkpoint": "checkpoint",
+}
+
+
+def shown(name: str) -> Shown:
+    """How metric `name` is shown; an unknown one under its own name."""
+    return SHOWN.get(name) or Shown(name.replace("_", " "), "number")
+
+
+def phase_label(phase: str) -> str:
+    return PHASE_LABELS.get(phase) or phase.replace("_", " ")
+
+
+def figure(name: str, value: float | None) -> str:
+    """The value of metric `name` as text; a dash where there is none."""
+    return styled(shown(name).style, value)
+
+
+def styled(style: Style, value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return ABSENT
+    if style == "share":
+        return percent(value)
+    if style == "rate":
+        return compact(value)
+    if style == "auc":
+        return f"{value:.3f}"
+    if style == "score":
+        return f"{value:.2f}"
+    return compact(value) if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """0.843 -> `84.3 %`; 1.0 -> `100 %`."""
+    text = f"{100 * value:.1f}"
+    return "100 %" if text == "100.0" else f"{text} %"
+
+
+def compact(value: float) -> str:
+    """12_432 -> `12.4k`; three significant digits and a unit of thousand."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    size = abs(value)
+    for limit, factor, unit in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (math.inf, 1e9, "G")):
+        if size < limit * (1 - 5e-4):
+            scaled = size / factor
+            digits = 0 if scaled >= 100 or (not unit and scaled == int(scaled)) else 1
+            return f"{math.copysign(scaled, value):.{digits}f}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """75 -> `1:15`, 0.4 -> `0.4 s`, 3700 -> `1:01:40`."""
+    if seconds is None or math.isnan(seconds) or math.isinf(seconds):
+        return ABSENT
+    return f"{seconds:.1f} s" if seconds < 9.95 else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """75 -> `1:15`, 3700 -> `1:01:40`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def total_budget(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by part, summed; the largest first, `unaccounted` last."""
+    totals: dict[str, float] = {}
+    for budget in budgets:
+        for part, seconds in budget.items():
+            totals[part] = totals.get(part, 0.0) + seconds
+    return {part: totals[part] for part in sorted(totals, key=lambda part: (part == "unaccounted", -totals[part]))}
+
+
+def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> str:
+    """At most `width` bars, lowest value lowest; longer series are averaged in equal buckets, NaN is left blank.
+
+    The full height spans max - min of what is shown, but at least `least_span`.
+    """
+    points = _buckets(values, width)
+    finite = [point for point in points if math.isfinite(point)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    if high - low < least_span:
+        middle = (low + high) / 2
+        low, high = middle - least_span / 2, middle + least_span / 2
+    if high <= low:
+        return "".join(BARS[3] if math.isfinite(point) else " " for point in points)
+    top = len(BARS) - 1
+    return "".join(
+        BARS[min(top, int((point - low) / (high - low) * len(BARS)))] if math.isfinite(point) else " "
+        for point in points
+    )
+
+
+def trend(name: str, values: Sequence[float], width: int) -> str:
+    """The sparkline of metric `name`."""
+    return sparkline(values, width, LEAST_SPAN[shown(name).style])
+
+
+def _buckets(values: Sequence[float], width: int) -> list[float]:
+    count = len(values)
+    if count <= width:
+        return list(values)
+    edges = [count * position // width for position in range(width + 1)]
+    means = []
+    for start, end in itertools.pairwise(edges):
+        bucket = [value for value in values[start:end] if math.isfinite(value)]
+        means.append(sum(bucket) / len(bucket) if bucket else math.nan)
+    return means

@@ -1,0 +1,248 @@
+"""A run directory read into plain data: what `pvg report`, the end of `pvg train` and the HTML page all show.
+
+Reads experiment.toml, state.json and metrics.jsonl; the last two need not be finished, or even be there. A torn
+last line (the run was killed while writing it, or writes it now) is left out and noted. Where a step is told twice the
+last one counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pvg.errors import PvgError
+from pvg.reporting.figures import total_budget
+from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.state import FileStateStore
+
+# "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
+Status = Literal["empty", "samples", "unfinished", "complete"]
+
+SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
+
+# What the phases table says of each phase beside its duration.
+HIGHLIGHTS: dict[str, tuple[str, ...]] = {
+    SAMPLING_PHASE: ("helpful_accuracy", "sneaky_error_rate"),
+    "mint": ("helpful_accuracy", "sneaky_error_rate"),
+    "train_verifier": ("verifier_auc", "pairs_available"),
+    "train_prover": ("helpful_accuracy", "fooled_rate"),
+    "checkpoint": ("helpful_accuracy", "verifier_auc"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of a phase: its finite metrics, and its seconds by part. `time` is in seconds since 1970."""
+
+    round: int
+    phase: str
+    step: int
+    of: int | None
+    time: float | None
+    metrics: dict[str, float]
+    budget: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSummary:
+    """A phase that began. `seconds` is the sum of its steps' budgets, over every process that played it."""
+
+    round: int
+    phase: str
+    finished: bool
+    seconds: float | None
+    steps: int
+    metrics: dict[str, float]
+
+    def highlights(self) -> list[tuple[str, float]]:
+        return [(name, self.metrics[name]) for name in HIGHLIGHTS.get(self.phase, ()) if name in self.metrics]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    round: int
+    phase: str
+    step: int | None
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run as told by its files: metrics by finished round, phases in order, steps, and the time they took.
+
+    `budget` is seconds by part over all steps, largest first and `unaccounted` last; `notes` are the reader's remarks
+    on files that are torn or damaged.
+    """
+
+    name: str
+    path: Path
+    experiment: str
+    config_hash: str
+    status: Status
+    phase: str
+    rounds_planned: int
+    rounds: dict[int, dict[str, float]]
+    phases: list[PhaseSummary]
+    steps: list[StepRecord]
+    alerts: list[Alert]
+    budget: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """What the phases took, without what lay between two processes."""
+        return sum(phase.seconds or 0.0 for phase in self.phases)
+
+    def series(self, name: str, phase: str | None = None) -> list[float]:
+        """The values of metric `name` over the steps (of one phase, or of all), in order; missing ones are skipped."""
+        return [s.metrics[name] for s in self.steps if name in s.metrics and phase in (None, s.phase)]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON-compatible data; rounds as a list in order."""
+        data = asdict(self)
+        data["path"] = str(self.path)
+        data["seconds"] = self.seconds
+        data["rounds"] = [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)]
+        return data
+
+
+def read_run(run: RunDirectory) -> RunSummary:
+    """Summarise a run, finished or not. Raises ConfigurationError when its experiment.toml was damaged."""
+    experiment = run.experiment()
+    notes: list[str] = []
+    state = _committed_state(run, notes)
+    records = list(_records(run, notes))
+    rounds = dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ())))
+    rounds |= {record["round"]: _finite(record["metrics"]) for record in records if record["kind"] == "round"}
+    steps = _steps(records)
+    return RunSummary(
+        name=run.name,
+        path=run.path,
+        experiment=experiment.name,
+        config_hash=experiment.hash(),
+        status=status_of(state),
+        phase=state.get("phase", SAMPLING_PHASE),
+        rounds_planned=experiment.game.rounds,
+        rounds=rounds,
+        phases=_phases(records, steps),
+        steps=steps,
+        alerts=_alerts(records),
+        budget=total_budget(step.budget for step in steps),
+        notes=notes,
+    )
+
+
+def status_of(state: Mapping[str, Any]) -> Status:
+    """How far a run is, from its committed state (empty: none)."""
+    if state.get("phase") == "complete":
+        return "complete"
+    if state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE:
+        return "samples" if state.get("shards") else "empty"
+    return "unfinished"
+
+
+def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirectory]:
+    """The runs in `root` that can be played on, the newest commit first; of one experiment, or of all.
+
+    A run whose experiment.toml or state is damaged is passed over: resuming it by name says what is wrong with it.
+    """
+    found = []
+    for name in runs_in(root):
+        run = RunDirectory(root / name)
+        try:
+            of = run.experiment().name
+            state = FileStateStore(run.state).load().state or {}
+        except PvgError:
+            continue
+        if status_of(state) in ("empty", "unfinished") and experiment in (None, of):
+            touched = run.state if run.state.exists() else run.experiment_file
+            found.append((touched.stat().st_mtime, run))
+    return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def _committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
+    try:
+        loaded = FileStateStore(run.state).load()
+    except PvgError as error:
+        notes.append(str(error))
+        return {}
+    if loaded.notice:
+        notes.append(loaded.notice)
+    return loaded.state or {}
+
+
+def _records(run: RunDirectory, notes: list[str]) -> Iterable[dict[str, Any]]:
+    """The lines of metrics.jsonl as far as they can be read."""
+    if not run.metrics.is_file():
+        notes.append(f"{run.metrics.name} is not there yet.")
+        return
+    reader = read_json_lines(run.metrics)
+    try:
+        yield from reader
+    except PvgError as error:
+        notes.append(f"{error.message} What follows it is not shown.")
+    if reader.torn:
+        notes.append(f"The last line of {run.metrics.name} is torn and was left out.")
+
+
+def _steps(records: list[dict[str, Any]]) -> list[StepRecord]:
+    """One record per step, the last told, where it was first told."""
+    found: dict[tuple[int, str, int], StepRecord] = {}
+    for record in records:
+        if record["kind"] == "step":
+            found[record["round"], record["phase"], record["step"]] = StepRecord(
+                round=record["round"],
+                phase=record["phase"],
+                step=record["step"],
+                of=record.get("of"),
+                time=record.get("time"),
+                metrics=_finite(record["metrics"]),
+                budget=_finite(record.get("budget") or {}),
+            )
+    return list(found.values())
+
+
+def _phases(records: list[dict[str, Any]], steps: list[StepRecord]) -> list[PhaseSummary]:
+    """Every phase that has a step or an end, in the order in which they began."""
+    counts: dict[tuple[int, str], int] = {}
+    worked: dict[tuple[int, str], float] = {}
+    ended: dict[tuple[int, str], dict[str, Any]] = {}
+    for step in steps:
+        key = (step.round, step.phase)
+        counts[key] = counts.get(key, 0) + 1
+        worked[key] = worked.get(key, 0.0) + sum(step.budget.values())
+    for record in records:
+        if record["kind"] == "phase":
+            ended[record["round"], record["phase"]] = record
+    summaries = []
+    for key in dict.fromkeys([*counts, *ended]):
+        end = ended.get(key)
+        # A phase's own clock starts anew when it is resumed; its steps' budgets count all of it, but not what followed
+        # the last step. So the longer of the two is nearer to the truth.
+        seconds = max(worked.get(key, 0.0), (end or {}).get("seconds") or 0.0) or None
+        metrics = _finite(end["metrics"]) if end else {}
+        summaries.append(PhaseSummary(*key, end is not None, seconds, counts.get(key, 0), metrics))
+    order = {key: place for place, key in enumerate(counts)}
+    return sorted(summaries, key=lambda phase: (phase.round, order.get((phase.round, phase.phase), len(order))))
+
+
+def _alerts(records: list[dict[str, Any]]) -> list[Alert]:
+    found = [
+        Alert(r["round"], r["phase"], r.get("step"), r["name"], r["message"]) for r in records if r["kind"] == "alert"
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers without the absent ones: a mean over nothing is null in the file."""
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, (int, float)) and math.isfinite(value)
+    }

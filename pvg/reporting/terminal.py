@@ -1,0 +1,258 @@
+"""Rich renderables of a run: tables, the time budget, example solutions. What they show comes from `RunSummary`.
+
+The live display uses the same rounds table and budget bar, so a run looks the same while it plays and afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from pvg.reporting.examples import Example
+from pvg.reporting.figures import duration, figure, phase_label, shown, trend
+from pvg.reporting.run_summary import RunSummary
+
+HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
+
+# Column headings of the rounds table, two short lines each so that all fit in 80 columns.
+ROUND_COLUMNS = (
+    ("helpful_accuracy", "helpful\naccuracy", HELPFUL),
+    ("sneaky_error_rate", "sneaky\nerror rate", SNEAKY),
+    ("fooled_rate", "fooled\nrate", SNEAKY),
+    ("fooled_rate_previous", "fooled by\nprevious", ""),
+    ("fooled_rate_base", "fooled by\nbase", ""),
+    ("verifier_auc", "verifier\nAUC", VERIFIER),
+    ("verifier_auc_previous", "AUC on\nprevious", VERIFIER),
+)
+
+KEY_METRICS = (
+    "helpful_accuracy",
+    "sneaky_error_rate",
+    "fooled_rate",
+    "score_gap",
+    "pair_accuracy",
+    "reward_mean",
+    "kl",
+    "malformed",
+    "zero_signal",
+    "truncated",
+    "tokens_per_s",
+    "cache_hit_rate",
+)
+
+PART_COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_cyan", "bright_blue", "bright_magenta")
+UNACCOUNTED = "unaccounted"
+# The order in which a bar without colours tells its parts apart.
+SHADES = "█▒▓░"
+
+
+def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
+    """One line per finished round, and one for the base prover where a round measured it."""
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET, expand=False
+    )
+    table.add_column("\nround", justify="right")
+    for _, heading, style in ROUND_COLUMNS:
+        table.add_column(heading, justify="right", style=style)
+    base = {
+        name: metrics[f"base_{name}"]
+        for metrics in rounds.values()
+        for name, _, _ in ROUND_COLUMNS
+        if f"base_{name}" in metrics
+    }
+    if base:
+        table.add_row("base", *(figure(name, base[name]) if name in base else "" for name, _, _ in ROUND_COLUMNS))
+    for number in sorted(rounds):
+        metrics = rounds[number]
+        table.add_row(str(number), *(figure(name, metrics.get(name)) for name, _, _ in ROUND_COLUMNS))
+    return table
+
+
+class BudgetBar:
+    """Seconds by part as one stacked bar with its legend below. Parts keep the colour of their place in the order."""
+
+    def __init__(self, budget: Mapping[str, float], caption: str = "") -> None:
+        self.budget = {part: seconds for part, seconds in budget.items() if seconds > 0}
+        self.caption = caption
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        total = sum(self.budget.values())
+        if self.caption:
+            yield Text(self.caption, style=QUIET, no_wrap=True, overflow="ellipsis")
+        if total <= 0:
+            return
+        plain = console.no_color or console.color_system is None
+        colours = part_colours(self.budget)
+        cells = _whole_cells(list(self.budget.values()), width)
+        for place, (part, count) in enumerate(zip(self.budget, cells, strict=True)):
+            glyph = SHADES[place % len(SHADES)] if plain else "━"
+            yield Segment(glyph * count, Style.parse(colours[part]))
+        yield Segment.line()
+        legend = Text(overflow="ellipsis")
+        for place, (part, seconds) in enumerate(self.budget.items()):
+            glyph = SHADES[place % len(SHADES)] if plain else "━"
+            entry = Text.assemble(
+                (f"{glyph} ", colours[part]), (f"{part.replace('_', ' ')} ", QUIET), percent_short(seconds / total)
+            )
+            if legend and legend.cell_len + entry.cell_len + 2 > width:
+                yield legend
+                legend = Text(overflow="ellipsis")
+            legend = Text.assemble(legend, "  ", entry) if legend else entry
+        yield legend
+
+
+def part_colours(parts: Iterable[str]) -> dict[str, str]:
+    """A colour for each part of a budget; what nobody accounted for is grey."""
+    named = [part for part in parts if part != UNACCOUNTED]
+    colours = {part: PART_COLOURS[place % len(PART_COLOURS)] for place, part in enumerate(named)}
+    return {**colours, UNACCOUNTED: QUIET}
+
+
+def percent_short(share: float) -> str:
+    return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"
+
+
+def _whole_cells(values: Sequence[float], width: int) -> list[int]:
+    """Cells for each value, proportional, adding up to `width` (largest remainders get the rest)."""
+    total = sum(values)
+    exact = [width * value / total for value in values]
+    cells = [int(share) for share in exact]
+    order = sorted(range(len(values)), key=lambda place: cells[place] - exact[place])
+    for place in order[: width - sum(cells)]:
+        cells[place] += 1
+    return cells
+
+
+# --- the report of a run ---------------------------------------------------------------------------------------------
+
+
+def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
+    """Everything `pvg report` prints, in order; a part with nothing to show is left out."""
+    parts: list[RenderableType] = [headline(summary)]
+    if summary.rounds:
+        parts += section("Rounds", rounds_table(summary.rounds))
+    if summary.phases:
+        parts += section("Phases", phases_table(summary))
+    if summary.steps:
+        parts += section("Metrics, step by step", metrics_table(summary))
+    if summary.budget:
+        caption = f"{duration(sum(summary.budget.values()))} over all steps"
+        parts += section("Time budget", BudgetBar(summary.budget, caption))
+    if summary.alerts:
+        parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
+    if examples:
+        parts += section("Example solutions", examples_list(examples))
+    if summary.notes:
+        parts += section("Notes", Text("\n".join(summary.notes), style="yellow"))
+    return Group(*parts)
+
+
+def section(title: str, body: RenderableType) -> list[RenderableType]:
+    return [Text(), Text(title, style=HEADING), Padding(body, (0, 0, 0, 2))]
+
+
+def headline(summary: RunSummary) -> Text:
+    colour = "yellow" if summary.status in ("unfinished", "empty") else "green"
+    return Text.assemble(
+        (summary.name, "bold"),
+        (f"  experiment {summary.experiment}", QUIET),
+        ("" if summary.status == "samples" else f"  {len(summary.rounds)} of {summary.rounds_planned} rounds", QUIET),
+        (f"  {duration(summary.seconds)}", QUIET),
+        "  ",
+        (summary.status, colour),
+    )
+
+
+def phases_table(summary: RunSummary) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
+    table.add_column("round", justify="right")
+    table.add_column("phase")
+    table.add_column("steps", justify="right")
+    table.add_column("time", justify="right")
+    table.add_column("", style=QUIET, overflow="ellipsis", no_wrap=True)
+    longest = max((phase.seconds for phase in summary.phases if phase.seconds is not None), default=0.0)
+    for phase in summary.phases:
+        bar = "━" * round(12 * phase.seconds / longest) if phase.seconds and longest > 0 else ""
+        facts = "  ".join(f"{shown(name).label} {figure(name, value)}" for name, value in phase.highlights())
+        table.add_row(
+            str(phase.round),
+            phase_label(phase.phase),
+            str(phase.steps) if phase.steps else "",
+            duration(phase.seconds) if phase.finished else Text("unfinished", style="yellow"),
+            Text.assemble((f"{bar:<12}", VERIFIER), "  ", facts),
+        )
+    return table
+
+
+def metrics_table(summary: RunSummary) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
+    table.add_column("")
+    for heading in ("first", "last", "lowest", "highest"):
+        table.add_column(heading, justify="right")
+    table.add_column("over the steps", style=VERIFIER, no_wrap=True)
+    for name in KEY_METRICS:
+        values = summary.series(name)
+        if values:
+            ends = (values[0], values[-1], min(values), max(values))
+            table.add_row(shown(name).label, *(figure(name, value) for value in ends), trend(name, values, 24))
+    return table
+
+
+def alerts_list(summary: RunSummary) -> Text:
+    lines = Text()
+    for alert in summary.alerts:
+        lines.append(f"round {alert.round} {phase_label(alert.phase)}", style=QUIET)
+        lines.append(f" step {alert.step}  " if alert.step is not None else "  ", style=QUIET)
+        lines.append(alert.name, style="yellow")
+        lines.append(f"  {alert.message}\n")
+    lines.rstrip()
+    return lines
+
+
+def examples_list(examples: Sequence[Example]) -> Group:
+    parts: list[RenderableType] = []
+    for example in examples:
+        if parts:
+            parts.append(Text())
+        parts += [_example_head(example), Text(f"question  {example.question}", style=QUIET)]
+        parts.append(Text.assemble(("solution  ", QUIET), example.text))
+        note = f", {example.note}" if example.note else ""
+        verdict = "correct" if example.correct else f"wrong: the answer is {example.reference}"
+        found = f"answer {example.answer}" if example.answer is not None else "no answer"
+        parts.append(
+            Text.assemble(("grade     ", QUIET), (f"{found}, {verdict}{note}", "green" if example.correct else "red"))
+        )
+    return Group(*parts)
+
+
+def _example_head(example: Example) -> Text:
+    head = Text.assemble((example.role, HELPFUL if example.role == "helpful" else SNEAKY), (f", {example.why}", ""))
+    if example.score is not None:
+        head.append(f"  score {example.score:+.2f}", style=VERIFIER)
+    head.append(f"  {example.id}", style=QUIET)
+    return head
+
+
+def closing(summary: RunSummary, seconds: float, commands: Mapping[str, str]) -> Group:
+    """What stands at the end of `pvg train`: the rounds, the alerts, and what to type next (command -> its use)."""
+    parts: list[RenderableType] = [Text(), headline(summary)]
+    if summary.rounds:
+        parts += [Text(), Padding(rounds_table(summary.rounds), (0, 0, 0, 2))]
+    if summary.alerts:
+        parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
+    done = "Played" if summary.status == "complete" else "Stopped; everything up to here is committed. Played"
+    parts += [Text(), Text(f"{done} for {duration(seconds)}. Next:", style=QUIET)]
+    width = max(len(command) for command in commands)
+    parts += [
+        Text.assemble("  ", (f"{command:<{width}}", "bold cyan"), (f"   {what}", QUIET), overflow="fold")
+        for command, what in commands.items()
+    ]
+    return Group(*parts)
