@@ -36,14 +36,20 @@ def english_tokenizer(chat: str | None = CHAT) -> Tokenizer:
 
 
 def language_model(
-    tokenizer: Tokenizer, seed: int = 0, *, context: int = 96, tied: bool = False, spread: float = 0.3
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    *,
+    context: int = 96,
+    tied: bool = False,
+    spread: float = 0.3,
+    width: int = 32,
 ) -> LanguageModel:
-    """Two layers of width 32, by default with weights so large that predictions differ before any training."""
+    """Two layers, by default with weights so large that predictions differ before any training."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=context,
@@ -61,9 +67,9 @@ def perturb(model: VerifierModel, scale: float = 0.05, seed: int = 1) -> None:
             weight.add_(scale * torch.randn(weight.shape, generator=generator).to(weight.dtype))
 
 
-def verifier(head: str, seed: int = 0, *, context: int = 96, tied: bool = False) -> VerifierModel:
+def verifier(head: str, seed: int = 0, **options) -> VerifierModel:
     tokenizer = english_tokenizer() if head == "yes_token" else digits_tokenizer()
-    model = build_verifier(experiment.Verifier(head=head), language_model(tokenizer, seed, context=context, tied=tied))
+    model = build_verifier(experiment.Verifier(head=head), language_model(tokenizer, seed, **options))
     perturb(model)
     return model
 
