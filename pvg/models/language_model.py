@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from pvg.errors import ConfigurationError
 from pvg.models.tokenizer import Tokenizer
@@ -24,6 +26,18 @@ if TYPE_CHECKING:
 
 class ModelClosedError(RuntimeError):
     """A defect of the caller: the model was used after its owner closed it."""
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keeps transformers from drawing bars of its own into pvg's display."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 class LanguageModel:
@@ -111,7 +125,8 @@ class LanguageModel:
 
     def save(self, directory: Path) -> None:
         """A Hugging Face directory (safetensors, config, tokenizer) that `open_model` reads back."""
-        self.module.save_pretrained(directory)
+        with without_progress_bars():
+            self.module.save_pretrained(directory)
         self.tokenizer.save(directory)
 
     def close(self) -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.experiment import ModelSection, nearest
-from pvg.models.language_model import LanguageModel
+from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,18 +39,6 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
         else:
             module, tokenizer, name = _from_directory(section.source, dtype)
     return LanguageModel(module.to(device), tokenizer, name)
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keeps transformers from drawing bars of its own into pvg's display."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def embedded_names() -> list[str]:

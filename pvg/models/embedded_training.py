@@ -1,0 +1,296 @@
+"""Makes the models that come with pvg, from nothing, on the CPU:
+
+    python -m pvg.models.embedded_training all                 # about 2 minutes a model on one core
+    python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
+
+Each is a small Llama trained by imitation of written modchain solutions. The prover's solutions are flawed on purpose,
+more often under the sneaky tag than under the helpful one, so it knows the arithmetic and errs by imitation: headroom
+that reinforcement learning can use at once. The verifiers saw only flawless solutions and no tag: to judge whether a
+solution is right, a small model must first be able to write one.
+
+Invariants: the default task's test problems are never trained on; the figures in recipe.json are measured on them, with
+the weights as stored (rounded to float16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pvg.experiment import ModchainTask
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.language_model import LanguageModel
+from pvg.models.sources import EMBEDDED
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Problem
+from pvg.tasks.modchain import Modchain, chain_problem
+from pvg.tasks.modchain_traces import clean_trace, flawed_trace, possible_mistakes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORED = -100  # cross_entropy's mark for positions that carry no loss
+MAX_POSITIONS = 128
+COMPLETION_TOKENS = 32  # the longest flawless solution of the default task has 27 tokens
+TERMS, MODULUS = ModchainTask().max_terms, ModchainTask().modulus
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that decides an embedded model. `flawed` maps each prompt tag to the share of flawed solutions under it."""
+
+    name: str
+    layers: int
+    width: int
+    intermediate: int
+    heads: int
+    steps: int
+    flawed: Mapping[str, float]
+    batch: int = 128
+    learning_rate: float = 3e-3
+    warmup: int = 50
+    weight_decay: float = 0.01
+    gradient_clip: float = 1.0
+    seed: int = 0
+
+
+RECIPES = {
+    "prover": Recipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
+    "verifier": Recipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
+    "verifier-small": Recipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
+}
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+def draw_problem(rng: np.random.Generator, excluded: frozenset[str]) -> Problem:
+    """A chain of the default task's length, uniform over all of them but the `excluded` ids."""
+    while True:
+        problem = chain_problem([int(number) for number in rng.integers(MODULUS, size=TERMS)], MODULUS)
+        if problem.id not in excluded:
+            return problem
+
+
+def draw_solution(problem: Problem, flawed_share: float, rng: np.random.Generator) -> str:
+    """A flawless solution, or in `flawed_share` of the draws one with a single mistake; each kind is equally likely."""
+    if rng.random() >= flawed_share:
+        return clean_trace(problem)
+    kinds = possible_mistakes(problem)
+    return flawed_trace(problem, kinds[int(rng.integers(len(kinds)))], rng)
+
+
+def training_batch(
+    recipe: Recipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
+) -> tuple[Tensor, Tensor]:
+    """(ids_BL, targets_BL) int64: targets are the next tokens where these belong to the solution, IGNORED elsewhere."""
+    tags = list(recipe.flawed)
+    rows = []
+    for index in range(recipe.batch):
+        tag = tags[index % len(tags)]
+        problem = draw_problem(rng, excluded)
+        rows.append((tag + problem.question, draw_solution(problem, recipe.flawed[tag], rng)))
+    return rows_to_tensors(rows, tokenizer)
+
+
+def rows_to_tensors(rows: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """(ids_BL, targets_BL) of (prompt, solution) texts, with the end token, padded to the right."""
+    encoded = [(tokenizer.encode(prompt), tokenizer.encode(solution)) for prompt, solution in rows]
+    length = max(len(prompt) + len(solution) for prompt, solution in encoded)
+    ids_BL = np.full((len(rows), length), tokenizer.pad_id, dtype=np.int64)
+    targets_BL = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    for row, (prompt, solution) in enumerate(encoded):
+        end = len(prompt) + len(solution)
+        ids_BL[row, :end] = np.concatenate([prompt, solution])
+        targets_BL[row, len(prompt) - 1 : end] = [*solution, tokenizer.eos_id]
+    return torch.from_numpy(ids_BL), torch.from_numpy(targets_BL)
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def build_module(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
+    """A Llama with tied embeddings and random weights drawn from torch's global generator."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=recipe.width,
+            intermediate_size=recipe.intermediate,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.heads,
+            max_position_embeddings=MAX_POSITIONS,
+            tie_word_embeddings=True,
+            initializer_range=0.04,  # the default 0.02 is meant for far wider models and learns later here
+            pad_token_id=tokenizer.pad_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_id,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def train(recipe: Recipe, on_step: Callable[[int, float], None]) -> LanguageModel:
+    """Train by `recipe`, then round to float16 and back. Calls `on_step(step, loss)`; the caller owns the model."""
+    torch.manual_seed(recipe.seed)
+    rng = np.random.default_rng(recipe.seed)
+    tokenizer = Tokenizer(modchain_tokenizer(), recipe.name)
+    module = build_module(recipe, tokenizer).train()
+    excluded = frozenset(problem.id for problem in held_out_problems())
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, recipe))
+    for step in range(recipe.steps):
+        ids_BL, targets_BL = training_batch(recipe, tokenizer, rng, excluded)
+        logits_BLV = module(input_ids=ids_BL, use_cache=False).logits
+        loss = functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.gradient_clip)
+        optimizer.step()
+        schedule.step()
+        on_step(step + 1, loss.item())
+    return LanguageModel(module.half().float(), tokenizer, recipe.name)
+
+
+def learning_rate_factor(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then a cosine down to a hundredth."""
+    if step < recipe.warmup:
+        return (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return 0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * done)))
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def held_out_problems() -> list[Problem]:
+    """The default task's test split: what no embedded model was trained on."""
+    return list(Modchain(ModchainTask()).problems("test"))
+
+
+@torch.no_grad()
+def sample(model: LanguageModel, prompts: Sequence[str], seed: int, greedy: bool = False) -> list[str]:
+    """One completion per prompt (all of one length) at temperature 1, without the end token."""
+    generator = torch.Generator().manual_seed(seed)
+    eos = model.tokenizer.eos_id
+    ids_BL = torch.from_numpy(np.stack([model.tokenizer.encode(prompt) for prompt in prompts])).long()
+    prompt_length = ids_BL.shape[1]
+    cache, new_BL = None, ids_BL
+    for _ in range(COMPLETION_TOKENS):
+        output = model.module(input_ids=new_BL, past_key_values=cache, use_cache=True)
+        cache, logits_BV = output.past_key_values, output.logits[:, -1]
+        if greedy:
+            new_BL = logits_BV.argmax(-1, keepdim=True)
+        else:
+            new_BL = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
+        ids_BL = torch.cat([ids_BL, new_BL], dim=1)
+        if bool((ids_BL[:, prompt_length:] == eos).any(1).all()):
+            break
+    completions = []
+    for row in ids_BL[:, prompt_length:].tolist():
+        kept = row[: row.index(eos)] if eos in row else row
+        completions.append(model.tokenizer.decode(np.asarray(kept, dtype=np.int32)))
+    return completions
+
+
+@torch.no_grad()
+def clean_loss(model: LanguageModel, problems: Sequence[Problem]) -> float:
+    """Mean loss per token, in nats, on the flawless untagged solutions of `problems`."""
+    rows = [(problem.question, clean_trace(problem)) for problem in problems]
+    ids_BL, targets_BL = rows_to_tensors(rows, model.tokenizer)
+    logits_BLV = model.module(input_ids=ids_BL, use_cache=False).logits
+    return functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED).item()
+
+
+def prover_figures(model: LanguageModel) -> dict[str, Any]:
+    """Per role, at temperature 1 on the test problems: accuracy, share of malformed ones, kinds of flaw per sample."""
+    task, problems = Modchain(ModchainTask()), held_out_problems()
+    figures: dict[str, Any] = {}
+    for role, tag in (("helpful", "H"), ("sneaky", "S")):
+        completions = sample(model, [tag + problem.question for problem in problems], seed=1)
+        grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
+        kinds = Counter(flaw_kind(grade.note) for grade in grades)
+        figures[role] = {
+            "accuracy": round(float(np.mean([grade.correct for grade in grades])), 4),
+            "malformed": round(float(np.mean([not grade.well_formed for grade in grades])), 4),
+            "kinds": {kind: round(count / len(grades), 4) for kind, count in sorted(kinds.items())},
+        }
+    return figures
+
+
+def flaw_kind(note: str) -> str:
+    """A grade's note without its place: "wrong sum in step 3" -> "wrong sum", "" -> "none"."""
+    return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0] or "none"
+
+
+def verifier_figures(model: LanguageModel) -> dict[str, Any]:
+    """On the test problems, untagged: loss per token on flawless solutions, accuracy of greedy ones."""
+    task, problems = Modchain(ModchainTask()), held_out_problems()
+    completions = sample(model, [problem.question for problem in problems], seed=1, greedy=True)
+    grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
+    return {
+        "clean_loss": round(clean_loss(model, problems), 6),
+        "greedy_accuracy": round(float(np.mean([grade.correct for grade in grades])), 4),
+    }
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def make(key: str, recipe: Recipe, out: Path, progress: Progress) -> dict[str, Any]:
+    """Train, measure and save one model under `out`; what it took and what it reached is its recipe.json."""
+    started = time.perf_counter()
+    bar = progress.add_task(recipe.name, total=recipe.steps, loss="")
+    with train(recipe, lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.4f}")) as model:
+        seconds = time.perf_counter() - started
+        record = {
+            "command": f"python -m pvg.models.embedded_training {key} --steps {recipe.steps} --seed {recipe.seed}",
+            "recipe": {**asdict(recipe), "flawed": dict(recipe.flawed)},
+            "parameters": model.num_parameters,
+            "figures": prover_figures(model) if "H" in recipe.flawed else verifier_figures(model),
+            "made_with": {"torch": torch.__version__, "threads": torch.get_num_threads(), "seconds": round(seconds)},
+        }
+        directory = out / recipe.name
+        directory.mkdir(parents=True, exist_ok=True)
+        model.module.half()
+        model.save(directory)
+        (directory / "recipe.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pvg.models.embedded_training", description=__doc__.split("\n")[0])
+    parser.add_argument("which", choices=[*RECIPES, "all"])
+    parser.add_argument("--steps", type=int, help="training steps, instead of the recipe's own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU; another number rounds differently")
+    parser.add_argument("--out", type=Path, default=EMBEDDED, help="where the models' directories are written")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        for key in RECIPES if options.which == "all" else [options.which]:
+            recipe = replace(RECIPES[key], seed=options.seed)
+            if options.steps is not None:
+                recipe = replace(recipe, steps=options.steps)
+            record = make(key, recipe, options.out, progress)
+            progress.console.print(f"{recipe.name}: {record['parameters']:,} parameters, {record['figures']}")
+
+
+if __name__ == "__main__":
+    main()

