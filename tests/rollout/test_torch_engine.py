@@ -71,7 +71,7 @@ def test_callers_that_come_back_at_once_find_each_other_in_the_next_batch() -> N
         async def caller(number: int) -> None:
             for request in requests(prompts(5, seed=number), Sampling(3, ()), 10 * number):
                 await engine.generate(request)
-                await turns(3)
+                await turns(number % 4)
 
         await asyncio.gather(*map(caller, range(8)))
         assert (engine.stats.batches, engine.stats.rows) == (5, 40)
