@@ -218,8 +218,9 @@ class _Cells:
     """Rows sorted into cells (source, kind, problem), kind 0 being correct, and the problems that can be paired.
 
     `rows_R` holds the view's row numbers in cell order; cell c has `sizes_C[c]` of them from `starts_C[c]` on. The
-    cells of source s and kind k are those from `ranges_K[2s + k]` to `ranges_K[2s + k + 1]`. `pair_cells_B2` are the two
-    cells (correct, incorrect) of a problem, `pair_ranges_S[s]` to `[s + 1]` those of source s = `pair_sources_B`.
+    cells of source s and kind k are those from `ranges_K[2s + k]` to `ranges_K[2s + k + 1]`. `pair_cells_B2` are the
+    two cells (correct, incorrect) of a problem; source s = `pair_sources_B` has those from `pair_ranges_S[s]` to
+    `pair_ranges_S[s + 1]`.
     """
 
     rows_R: Int64

@@ -119,16 +119,14 @@ class RolloutShards:
         """The rollouts of a shard, in the order they were written.
 
         Given the info, the bytes are checked against its checksum; given a bare path, only the file's structure is.
-        Raises DamagedFileError.
+        Raises DamagedFileError, and StateError for a shard of another schema.
         """
         path = self.path_of(shard)
         data = _read_bytes(path)
         if isinstance(shard, ShardInfo):
             _check(path, shard, len(data), hashlib.sha256(data).hexdigest())
         batch = _open(pa.BufferReader(data), path)
-        if isinstance(shard, Path):
-            _validate(batch, path)
-        return _to_rollouts(batch)
+        return _to_rollouts(batch) if isinstance(shard, ShardInfo) else _to_rollouts_unchecked(batch, path)
 
     def map(self, info: ShardInfo) -> pa.RecordBatch:
         """The shard's rows, mapped into memory and verified: columns take memory once they are touched or taken."""
@@ -203,15 +201,7 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
         if version is None or reader.schema != SCHEMA or reader.num_record_batches != 1:
             raise _damaged(path, "it is not a rollout shard")
         return reader.get_batch(0)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from None
-
-
-def _validate(batch: pa.RecordBatch, path: Path) -> None:
-    """Offsets and references that point outside of the file would otherwise end the process, not raise."""
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
 
 
@@ -281,6 +271,15 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
         )
 
     return [rollout(i) for i in range(batch.num_rows)]
+
+
+def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:
+    """For bytes that no checksum vouches for: references that point outside of the file would end the process."""
+    try:
+        batch.validate(full=True)
+        return _to_rollouts(batch)
+    except (pa.ArrowException, ValueError) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from None
 
 
 def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:

@@ -1,0 +1,128 @@
+"""A run in small, made to be killed: recovers, then commits as fast as it can. Run by test_killed_writer.py.
+
+    python committing_writer.py RUN_DIRECTORY KILLS SEED
+
+Forks a writer, kills it with SIGKILL at a random moment of its second or third commit, and forks the next one, which
+must find the last commit it was told of, and all that this commit names, intact. Ends with 0 and prints
+"commits=N late=M", where N is the last step and M counts the kills that left something uncommitted behind.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch  # noqa: F401 (loaded before the forks, or each of them would load it)
+import torch
+from store_samples import rollout
+
+from pvg.store import FileStateStore, JsonLines, RolloutShards, RunDirectory, ShardInfo, read_json_lines
+from pvg.store.checkpoints import prune, read_checkpoint, write_checkpoint
+
+
+def verify(run: RunDirectory, state: Mapping[str, Any]) -> None:
+    """Everything that `state` names is there, whole, and of the right step."""
+    shards = RolloutShards(run.path)
+    assert len(state["shards"]) == state["step"]
+    for step, plain in enumerate(state["shards"], start=1):
+        (found,) = shards.read(ShardInfo.from_plain(plain))
+        assert found.text == f"text {step}"
+    tensors, meta = read_checkpoint(run.checkpoints, state["checkpoint"])
+    assert meta == {"step": state["step"]}
+    assert torch.equal(tensors["w"], torch.full((3000,), float(state["step"])))
+
+
+def recover(run: RunDirectory) -> tuple[dict[str, Any], int]:
+    """The last commit, and how many uncommitted files and lines were removed."""
+    store = FileStateStore(run.state)
+    loaded = store.load(lambda state: verify(run, state))
+    assert not loaded.notice, loaded.notice
+    state = loaded.state or {"step": 0, "shards": [], "offset": 0}
+    commits = store.commits()
+    for commit in commits:
+        verify(run, commit)  # the commit before the last can be gone back to as well
+    named = [ShardInfo.from_plain(plain) for commit in commits for plain in commit["shards"]]
+    removed = len(RolloutShards(run.path).recover(named))
+    removed += len(prune(run.checkpoints, {commit["checkpoint"] for commit in commits}))
+    with JsonLines(run.metrics) as journal:
+        removed += journal.offset > state["offset"]
+        journal.truncate(state["offset"])
+    assert [line["step"] for line in read_json_lines(run.metrics)] == list(range(1, state["step"] + 1))
+    return state, removed
+
+
+def commit_for_ever(run: RunDirectory, told: int) -> None:
+    """One commit per step; the number of each is told through the pipe `told` once it is through."""
+    with run.lock():
+        state, removed = recover(run)
+        os.write(told, f"removed {removed}\n".encode())
+        store, shards, journal = FileStateStore(run.state), RolloutShards(run.path), JsonLines(run.metrics)
+        while True:
+            step = state["step"] + 1
+            info = shards.write(step % 3, f"train_prover-{step:05d}", [rollout(step)])
+            name = f"step-{step:05d}"
+            write_checkpoint(run.checkpoints, name, {"w": torch.full((3000,), float(step))}, {"step": step})
+            journal.append({"step": step})
+            journal.sync()
+            shards_so_far = [*state["shards"], info.plain()]
+            state = {"step": step, "shards": shards_so_far, "checkpoint": name, "offset": journal.offset}
+            store.save(state)
+            os.write(told, f"step {step}\n".encode())
+            prune(run.checkpoints, {commit["checkpoint"] for commit in store.commits()})
+
+
+def kill_one(run: RunDirectory, fraction: float) -> list[list[str]]:
+    """Fork a writer, let it commit once, kill it `fraction` of that commit's time later; what it told."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            commit_for_ever(run, writer)
+        finally:
+            # Only an error leads here: it has printed nothing yet, and the parent sees a broken promise.
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        lines = [pipe.readline()]
+        started = time.monotonic()
+        lines.append(pipe.readline())
+        time.sleep(fraction * (time.monotonic() - started))
+        os.kill(child, signal.SIGKILL)
+        lines += pipe.readlines()
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the writer failed"
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return [line.split() for line in lines]
+
+
+def main() -> None:
+    run = RunDirectory.open(sys.argv[1], Path())
+    kills, chance = int(sys.argv[2]), random.Random(int(sys.argv[3]))
+    last, late = 0, 0
+    for _ in range(kills):
+        for word, number in kill_one(run, chance.uniform(0.0, 1.5)):
+            if word == "step":
+                assert int(number) == last + 1, "a commit was lost or repeated"
+                last += 1
+            else:
+                late += int(number) > 0
+        # Killed between the commit and the telling of it, the writer is one step further than it said.
+        with run.lock():
+            state = FileStateStore(run.state).load().state
+        if state is not None:
+            assert state["step"] in (last, last + 1)
+            last = state["step"]
+    state, removed = recover(run)
+    print(f"commits={state['step']} late={late + (removed > 0)}")
+
+
+if __name__ == "__main__":
+    main()

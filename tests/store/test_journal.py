@@ -1,0 +1,102 @@
+"""JSON lines: appending, torn ends, damage, cutting back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_samples import flip_byte
+
+from pvg.store import DamagedFileError, JsonLines, read_json_lines
+
+RECORDS = st.lists(st.dictionaries(st.text(), st.integers(-(2**53), 2**53) | st.text() | st.none(), max_size=3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(records=RECORDS, cut=st.integers(1, 30))
+def test_any_torn_end_costs_only_the_last_line(tmp_path_factory, records, cut) -> None:
+    path = tmp_path_factory.mktemp("journal") / "metrics.jsonl"
+    with JsonLines(path) as journal:
+        for record in records:
+            journal.append(record)
+    last = {"last": "x" * 30}
+    with open(path, "ab") as file:
+        file.write(orjson.dumps(last)[:cut])
+    reader = read_json_lines(path)
+    assert (list(reader), reader.torn) == (records, 1)
+    with JsonLines(path) as journal:
+        assert journal.torn == cut
+        journal.append(last)
+    reader = read_json_lines(path)
+    assert (list(reader), reader.torn) == ([*records, last], 0)
+
+
+def test_offset_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "a.jsonl") as journal:
+        assert (journal.offset, journal.torn) == (0, 0)
+        for i in range(3):
+            journal.append({"é": i})
+            assert journal.offset == journal.path.stat().st_size  # written through at once
+        journal.sync()
+    with JsonLines(tmp_path / "a.jsonl") as journal:
+        assert journal.offset == journal.path.stat().st_size
+
+
+def test_truncate_goes_back_to_a_commit(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "a.jsonl") as journal:
+        journal.append({"step": 0})
+        committed = journal.offset
+        journal.append({"step": 1})
+        journal.truncate(committed)
+        assert journal.offset == committed
+        journal.append({"step": 10})
+    assert list(read_json_lines(journal.path)) == [{"step": 0}, {"step": 10}]
+
+
+def test_truncate_refuses_a_file_that_is_not_the_one_committed(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "a.jsonl") as journal:
+        journal.append({"step": 0})
+        end = journal.offset
+        for offset, message in ((end + 1, "were committed"), (end - 1, "No line"), (-1, "No line")):
+            with pytest.raises(DamagedFileError, match=message):
+                journal.truncate(offset)
+        assert journal.path.stat().st_size == end
+        journal.truncate(0)
+        assert journal.path.stat().st_size == 0
+
+
+def test_long_unfinished_lines_are_found_across_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for start in (b"", b"{}\n"):
+        path.write_bytes(start + b"x" * 200_000)
+        with JsonLines(path) as journal:
+            assert (journal.offset, journal.torn) == (len(start), 200_000)
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{\n", b"[1]\n", b"\x00\x00\n", b'{"a": "\xff"}\n'])
+def test_damage_in_a_whole_line_is_an_error_with_file_and_line(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":1}\n' + line + b'{"b":1}\n')
+    rows = iter(read_json_lines(path))
+    assert next(rows) == {"a": 1}
+    with pytest.raises(DamagedFileError, match=r"a\.jsonl, line 2, is damaged"):
+        next(rows)
+
+
+def test_a_flipped_newline_is_damage_not_a_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":1}\n{"b":2}\n')
+    flip_byte(path, 7)
+    with pytest.raises(DamagedFileError, match="line 1"):
+        list(read_json_lines(path))
+
+
+def test_numbers_without_json_become_null_and_numpy_becomes_plain(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "a.jsonl") as journal:
+        journal.append({"nan": math.nan, "inf": -math.inf, "f": np.float32(0.5), "i": np.int64(3), "v": np.arange(2)})
+    assert list(read_json_lines(journal.path)) == [{"nan": None, "inf": None, "f": 0.5, "i": 3, "v": [0, 1]}]
