@@ -87,6 +87,15 @@ class FileStateStore:
             write_atomic(self.previous_path, self.path.read_bytes())
         write_atomic(self.path, data)
 
+    def go_back(self) -> None:
+        """Make the commit before the last the last one, in one replacement; for when `load` passed over the last.
+
+        Not `save(loaded.state)`: that would first move the commit that was passed over to `state.previous.json`, and a
+        kill at that instant would leave nothing to resume. Raises DamagedFileError when there is none to go back to.
+        """
+        _read(self.previous_path, None)
+        write_atomic(self.path, self.previous_path.read_bytes())
+
     def commits(self) -> list[dict[str, Any]]:
         """The valid states on disk, newest first: what any of them names must not be pruned (invariant 2)."""
         return [_read(path, None) for path in (self.path, self.previous_path) if _is_valid(path)]

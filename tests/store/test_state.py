@@ -149,3 +149,13 @@ def test_leftovers_of_a_killed_save_are_cleaned_and_others_stay(store: FileState
     store.save({"step": 4})
     assert not mine.exists()
     assert others.exists()
+
+
+def test_going_back_leaves_one_commit_and_needs_one(store: FileStateStore, tmp_path: Path) -> None:
+    store.go_back()
+    assert store.load() == LoadedState({"step": 2, "loss": 0.1})
+    assert store.commits() == [{"step": 2, "loss": 0.1}] * 2
+    store.previous_path.write_bytes(b"{")
+    with pytest.raises(DamagedFileError, match="previous"):
+        store.go_back()
+    assert store.load().state == {"step": 2, "loss": 0.1}
