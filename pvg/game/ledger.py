@@ -131,10 +131,7 @@ class Ledger:
             check_same_configuration(state, experiment)
         if loaded.notice:
             self.notices.append(loaded.notice)
-            # Twice: the damaged commit must be neither the last one nor the one before it, or its files would be kept
-            # and the phase that writes them again would find them there.
-            self._store.save(state.plain())
-            self._store.save(state.plain())
+            self._store.go_back()
         removed = self._shards.recover([ShardInfo.from_plain(plain) for plain in state.shards])
         removed += prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
         removed += prune(self.directory.weights, set(state.weights))

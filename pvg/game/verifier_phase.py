@@ -6,7 +6,6 @@ threshold and measures the AUC.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
-from pvg.store.pairs import PairStream, PairView
+from pvg.store.pairs import PairStream, PairView, is_held_out
 from pvg.telemetry.observer import PhaseInfo
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
@@ -26,12 +25,6 @@ from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.data import PairSource
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.measures import acceptance_threshold, auc
-
-
-def is_held_out(problem_id: str, share: float) -> bool:
-    """Whether a problem calibrates instead of training: a function of its id, the same in every round."""
-    digest = hashlib.sha256(f"held-out:{problem_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def verifier_weights_name(round_: int) -> str:

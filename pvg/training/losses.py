@@ -24,9 +24,9 @@ from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.models.logprobs import completion_logprobs
 from pvg.models.padding import pad_right, token_budget_batches
 from pvg.records import Float32
+from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.kl import k3, kl_penalty
-from pvg.training.metrics import Metrics
 from pvg.training.recompute import recompute_logprobs
 
 # --- per-token objectives ----------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import BatchSource
-from pvg.training.metrics import Metrics
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,

@@ -27,7 +27,7 @@ from torch.nn.functional import softplus
 from pvg import experiment
 from pvg.errors import ConfigurationError
 from pvg.models.padding import pad_right
-from pvg.training.metrics import Metrics
+from pvg.telemetry.metrics import Metrics
 from pvg.verifier.batch import VerifierBatch
 
 

@@ -14,8 +14,8 @@ from table_policy import TablePolicy, policy_batch
 
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.experiment import Rollouts, Training
+from pvg.telemetry.metrics import Metrics
 from pvg.training.losses import LOSSES, PolicyObjective
-from pvg.training.metrics import Metrics
 
 NAMES = tuple(LOSSES)
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.experiment import Rollouts, Training
+from pvg.telemetry.metrics import Metrics
 from pvg.training.losses import PolicyObjective
-from pvg.training.metrics import Metrics
 from pvg.training.trainer import OptimizerSettings, Trainer, checkpoint_layers
 
 VOCABULARY = 11

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pvg.training.metrics import Metrics
+from pvg.telemetry.metrics import Metrics
 
 
 def test_merging_weighs_means_by_their_counts():

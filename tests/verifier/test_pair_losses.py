@@ -10,7 +10,7 @@ from torch import nn
 
 from pvg import experiment
 from pvg.errors import ConfigurationError
-from pvg.training.metrics import Metrics
+from pvg.telemetry.metrics import Metrics
 from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.losses import LOSSES, PairObjective
 
