@@ -42,7 +42,13 @@ format: $(STAMP)  ## put the code into shape
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
+seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 15 minutes)
+	$(BIN)/python docs/make_embedded_game.py
+
+soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
+	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
+
 clean:  ## remove the environment and caches (runs are kept)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test lint types format models clean
+.PHONY: help install train test lint types format models seeds soak clean

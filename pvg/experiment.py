@@ -105,6 +105,7 @@ class Rollouts(Section):
     """How solutions are sampled."""
 
     engine: Literal["torch"] = "torch"
+    dtype: Literal["model", "float32", "bfloat16"] = "model"  # of the sampler's copy; "model": as the prover's
     group_size: Count = 8
     max_tokens: Count = 48
     temperature: Positive = 1.0
@@ -432,7 +433,7 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
     """The first complaint of pydantic, in one line a user can act on."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if part not in TASKS)
-    where = next((where for set_, where in reversed(overrides.items()) if f"{key}.".startswith(f"{set_}.")), origin)
+    where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
     suffix = f" ({where})" if where else ""
     if first["type"] == "extra_forbidden":
         hint = nearest_key(key)
@@ -447,6 +448,11 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
         return ConfigurationError(f"task.kind must be one of {', '.join(TASKS)}{suffix}.")
     given = repr(first["input"])
     return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other or lies inside of it."""
+    return bool(key) and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."))
 
 
 TASKS: dict[str, type[Section]] = {"modchain": ModchainTask, "gsm8k": Gsm8kTask, "reasoning_gym": ReasoningGymTask}

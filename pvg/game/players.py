@@ -17,9 +17,9 @@ from pvg.experiment import Experiment
 from pvg.models import open_model, pick_device
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
+from pvg.rollout import open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
-from pvg.rollout.torch_engine import TorchEngine
 from pvg.tasks.task import Task
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
@@ -46,9 +46,8 @@ class Players:
         )
         self.base: LanguageModel = open_model(experiment.models.prover, self.device)
         rollout = experiment.rollout
-        self.engine = TorchEngine(
-            self.base.copy(), max_rows=rollout.max_rows, max_in_flight=rollout.concurrency, executor=self.executor
-        )
+        dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
+        self.engine = open_engine(rollout, self.base.copy(dtype), self.executor)
         self.publisher = Publisher([self.engine], log=log)
         sampling = Sampling(
             max_tokens=rollout.max_tokens,

@@ -82,9 +82,10 @@ class LanguageModel:
         """Tied weights count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
-    def copy(self) -> LanguageModel:
-        """Independent weights on the same device, the same tokenizer. The caller owns the copy."""
-        return LanguageModel(copy.deepcopy(self.module), self.tokenizer, self.name)
+    def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
+        """Independent weights on the same device, in `dtype` (None: the same), the same tokenizer. The caller owns it."""
+        module = copy.deepcopy(self.module)
+        return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
 
     def weights(self) -> dict[str, Tensor]:
         """Every weight once, under its first name, detached but not copied: it changes as the model is trained."""

@@ -1,0 +1,140 @@
+"""Plays the embedded game with several seeds and writes docs/embedded-game.md: the table, and what made it.
+
+    python docs/make_embedded_game.py               # five seeds, one after the other (`make seeds`)
+    python docs/make_embedded_game.py --only-table  # from the runs that exist
+
+Runs already complete are kept, interrupted ones resumed, so the command can be stopped and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+HERE = Path(__file__).parent
+EXPERIMENT = "modchain"
+
+# (metric, column, what it says). Shares and AUCs of fresh samples on test problems, at the end of each round.
+COLUMNS = [
+    ("helpful_accuracy", "helpful accuracy"),
+    ("sneaky_error_rate", "sneaky error rate"),
+    ("fooled_rate", "fooled by own flaws"),
+    ("fooled_rate_base", "fooled by base's flaws"),
+    ("fooled_rate_previous", "fooled by previous flaws"),
+    ("accepted_helpful", "accepts helpful"),
+    ("verifier_auc", "AUC, fresh"),
+    ("verifier_auc_previous", "AUC, previous sneaky"),
+    ("malformed", "malformed"),
+]
+
+
+def run_seed(seed: int, root: Path, overrides: Sequence[str]) -> None:
+    """Play seed `seed` to the end, resuming what is there."""
+    name = f"{EXPERIMENT}-seed-{seed}"
+    settings = [f"seed={seed}", f"store.root={root}", *overrides]
+    command = [sys.executable, "-m", "cli.main", "train", EXPERIMENT]
+    command += ["--resume", name] if (root / name / "state.json").exists() else ["--name", name]
+    for setting in settings:
+        command += ["--set", setting]
+    print("+", " ".join(command), file=sys.stderr)
+    subprocess.run(command, check=True)
+
+
+def rounds_of(seed: int, root: Path) -> list[dict[str, Any]]:
+    envelope = orjson.loads((root / f"{EXPERIMENT}-seed-{seed}" / "state.json").read_bytes())
+    state = envelope["state"]
+    if state["phase"] != "complete":
+        raise SystemExit(f"seed {seed} is not complete: {state['phase']} of round {state['round']}")
+    rounds: list[dict[str, Any]] = state["rounds"]
+    return rounds
+
+
+def seconds_of(seed: int, root: Path) -> float:
+    """Seconds of all phases, from the run's metrics."""
+    lines = (root / f"{EXPERIMENT}-seed-{seed}" / "metrics.jsonl").read_bytes().splitlines()
+    return sum(row["seconds"] for row in map(orjson.loads, lines) if row["kind"] == "phase")
+
+
+def shown(values: Sequence[float | None]) -> str:
+    """Mean and standard deviation over the seeds, then the range."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return "-"
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    return f"{statistics.mean(known):.2f} ± {spread:.2f} ({min(known):.2f}-{max(known):.2f})"
+
+
+def table(runs: Sequence[list[dict[str, Any]]]) -> str:
+    header = ["round", *(title for _, title in COLUMNS)]
+    base = [rounds[0] for rounds in runs]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    base_row = {name: [] for name, _ in COLUMNS} | {
+        "helpful_accuracy": [row["base_helpful_accuracy"] for row in base],
+        "sneaky_error_rate": [row["base_sneaky_error_rate"] for row in base],
+    }
+    lines.append("| base | " + " | ".join(shown(base_row[name]) for name, _ in COLUMNS) + " |")
+    for round_ in range(len(runs[0])):
+        rows = [rounds[round_] for rounds in runs]
+        cells = [shown([row.get(name) for row in rows]) for name, _ in COLUMNS]
+        lines.append(f"| {round_} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
+    """In how many of the seeds each expected effect shows."""
+    pairs = [(before, after) for rounds in runs for before, after in pairwise(rounds)]
+    everything = [row for rounds in runs for row in rounds]
+
+    def count(found: list[bool]) -> str:
+        return f"{sum(found)} of {len(found)}"
+
+    improved = count([rounds[-1]["helpful_accuracy"] > rounds[0]["base_helpful_accuracy"] for rounds in runs])
+    exploited = count([row["fooled_rate"] > row["fooled_rate_base"] for row in everything])
+    repaired = count([after["fooled_rate_previous"] < before["fooled_rate"] for before, after in pairs])
+    return "\n".join(
+        [
+            f"- Helpful accuracy after the last round is above the base prover's: {improved} seeds.",
+            f"- The round's verifier accepts more of its own prover's flaws than of the base's: {exploited} rounds.",
+            f"- The next verifier accepts fewer of a prover's flaws than the one it was trained on: {repaired} pairs.",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--root", type=Path, default=Path("runs"))
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser.add_argument("--only-table", action="store_true")
+    parser.add_argument("--out", type=Path, default=HERE / "embedded-game.md")
+    options = parser.parse_args()
+    seeds = range(options.seeds)
+    if not options.only_table:
+        for seed in seeds:
+            run_seed(seed, options.root, options.overrides)
+    runs = [rounds_of(seed, options.root) for seed in seeds]
+    seconds = [seconds_of(seed, options.root) for seed in seeds]
+    template = (HERE / "embedded-game.template.md").read_text(encoding="utf-8")
+    page = template.format(
+        table=table(runs),
+        checks=checks(runs),
+        seeds=len(runs),
+        seconds=f"{statistics.median(seconds):.0f} s (range {min(seconds):.0f}-{max(seconds):.0f} s)",
+        machine=f"{platform.machine()}, Python {platform.python_version()}",
+    )
+    options.out.write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
