@@ -1,0 +1,123 @@
+"""The shipped models keep what they promise, and the command that made them still makes such models."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pvg.experiment import ModchainTask, Models, ModelSection
+from pvg.models import open_model
+from pvg.models.embedded_training import (
+    IGNORED,
+    RECIPES,
+    clean_loss,
+    draw_problem,
+    draw_solution,
+    flaw_kind,
+    held_out_problems,
+    main,
+    rows_to_tensors,
+    sample,
+)
+from pvg.models.sources import EMBEDDED, embedded_names
+from pvg.tasks.modchain import Modchain, chain_problem
+from pvg.tasks.modchain_traces import clean_trace
+
+CPU = torch.device("cpu")
+SAMPLES = 256
+VERIFIERS = [name for name in embedded_names() if "verifier" in name]
+
+
+def open_embedded(name):
+    return open_model(ModelSection(source=f"embedded:{name}"), CPU)
+
+
+def grades(model, tag, greedy=False):
+    task, problems = Modchain(ModchainTask()), held_out_problems()[:SAMPLES]
+    texts = sample(model, [tag + problem.question for problem in problems], seed=7, greedy=greedy)
+    return [task.grade(problem, text) for problem, text in zip(problems, texts, strict=True)]
+
+
+def test_every_recipe_is_shipped_and_the_package_stays_small():
+    assert {recipe.name for recipe in RECIPES.values()} == set(embedded_names())
+    assert {Models().prover.source, Models().verifier.source} <= {f"embedded:{name}" for name in embedded_names()}
+    assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) < 4_000_000
+
+
+def test_the_models_share_their_token_ids():
+    fingerprints = set()
+    for name in embedded_names():
+        with open_embedded(name) as model:
+            fingerprints.add(model.tokenizer.fingerprint)
+            assert model.dtype == torch.float32
+            assert model.module.get_input_embeddings().num_embeddings == model.tokenizer.vocab_size
+    assert len(fingerprints) == 1
+
+
+# Standard error of a share of 256: 0.03.
+@pytest.mark.parametrize(("tag", "low", "high"), [("H", 0.50, 0.75), ("S", 0.33, 0.52)])
+def test_the_prover_has_headroom_in_both_roles(tag, low, high):
+    with open_embedded("modchain-prover") as prover:
+        found = grades(prover, tag)
+    assert low <= np.mean([grade.correct for grade in found]) <= high
+    assert np.mean([not grade.well_formed for grade in found]) < 0.03
+    kinds = {flaw_kind(grade.note) for grade in found}
+    assert {"wrong sum", "wrong operand", "swapped operand", "dropped step", "wrong final answer", "none"} <= kinds
+
+
+def test_a_mistake_of_the_prover_is_imitated_not_ignorance():
+    """At temperature 0 the helpful role, whose flawed examples are the minority, solves nearly all problems."""
+    with open_embedded("modchain-prover") as prover:
+        assert np.mean([grade.correct for grade in grades(prover, "H", greedy=True)]) > 0.9
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_verifier_is_smaller_than_the_prover_and_knows_the_task(name):
+    with open_embedded(name) as verifier, open_embedded("modchain-prover") as prover:
+        assert verifier.num_parameters < prover.num_parameters
+        assert clean_loss(verifier, held_out_problems()) < 0.005
+        assert np.mean([grade.correct for grade in grades(verifier, "", greedy=True)]) > 0.98
+
+
+@pytest.mark.parametrize("name", embedded_names())
+def test_the_recipe_beside_the_weights_is_the_one_in_the_code(name):
+    record = json.loads((EMBEDDED / name / "recipe.json").read_text())
+    (recipe,) = [recipe for recipe in RECIPES.values() if recipe.name == name]
+    for key, value in record["recipe"].items():
+        assert getattr(recipe, key) == value
+    with open_embedded(name) as model:
+        assert model.num_parameters == record["parameters"]
+
+
+def test_targets_are_the_next_tokens_of_the_solution_and_its_end():
+    with open_embedded("modchain-prover") as model:
+        ids_BL, targets_BL = rows_to_tensors([("H1+2?", "A3"), ("H1?", "A1")], model.tokenizer)
+        encode, eos, pad = model.tokenizer.encode, model.tokenizer.eos_id, model.tokenizer.pad_id
+    assert ids_BL.tolist() == [[*encode("H1+2?A3")], [*encode("H1?A1"), pad, pad]]
+    skipped = [IGNORED]
+    assert targets_BL.tolist() == [skipped * 4 + [*encode("A3"), eos], skipped * 2 + [*encode("A1"), eos] + skipped * 2]
+
+
+def test_excluded_problems_are_never_drawn_and_solutions_are_flawed_at_the_given_rate():
+    every = [chain_problem([a, b, 0, 0, 0], 10) for a in range(10) for b in range(10)]
+    rng = np.random.default_rng(3)
+    excluded = frozenset(problem.id for problem in held_out_problems())
+    assert not excluded & {draw_problem(rng, excluded).id for _ in range(5000)}
+    flawed = [draw_solution(problem, 0.35, rng) != clean_trace(problem) for problem in every * 20]
+    assert abs(np.mean(flawed) - 0.35) < 0.05  # 2000 draws: standard error 0.011
+
+
+def test_the_command_makes_the_same_model_twice(tmp_path):
+    fingerprints = []
+    before = torch.get_num_threads()
+    for run in ("first", "second"):
+        main(["verifier-small", "--steps", "2", "--out", str(tmp_path / run)])
+        directory = tmp_path / run / "modchain-verifier-small"
+        assert json.loads((directory / "recipe.json").read_text())["recipe"]["steps"] == 2
+        with open_model(ModelSection(source=str(directory)), CPU) as model:
+            fingerprints.append(model.fingerprint())
+            # What is stored is float16: nothing was lost by it after the figures were taken.
+            assert all(torch.equal(weight, weight.half().float()) for weight in model.weights().values())
+    torch.set_num_threads(before)
+    assert fingerprints[0] == fingerprints[1]
