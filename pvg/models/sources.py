@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
@@ -100,7 +101,10 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
 def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
     file = _gguf_file(package.replace("-", "_"))
     arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    packed = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, attn_implementation="sdpa", **arguments)
+    unpacking = {}
+    if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights either
+        unpacking["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    packed = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **arguments, **unpacking)
     # The loaded model calls itself quantised and refuses to be saved; a fresh one with its weights does not.
     config = copy.deepcopy(packed.config)
     if hasattr(config, "quantization_config"):
