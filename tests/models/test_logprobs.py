@@ -149,6 +149,20 @@ def test_no_tensor_is_larger_than_the_chunk():
     assert largest_tensor(1_000_000) == 8 * 28 * 2000  # and the measurement sees a matrix that is not chunked
 
 
+def test_no_logits_wait_for_the_backward_pass():
+    """They are made again there: what autograd keeps has no vocabulary dimension, however many chunks there are."""
+    model, kept = llama(vocab_size=41), []
+
+    def keep(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        completion_logprobs(model, *rows(), logits_chunk=2 * 41)
+    assert kept
+    assert not [shape for shape in kept if len(shape) and shape[-1] == 41]
+
+
 def test_unknown_processing_of_the_logits_is_refused():
     class Doubled(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):

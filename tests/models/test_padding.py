@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
@@ -23,6 +23,7 @@ def test_no_rows_to_pad_is_a_mistake():
         pad_right([], 0, "cpu")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(40, 200), st.none() | st.integers(1, 9))
 def test_batches_hold_every_row_once_within_the_budget(lengths, budget, max_rows):
     batches = token_budget_batches(lengths, budget, max_rows)
@@ -32,6 +33,7 @@ def test_batches_hold_every_row_once_within_the_budget(lengths, budget, max_rows
         assert len(rows) <= (max_rows or len(lengths))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 200))
 def test_no_batch_could_have_taken_the_next_ones_first_row(lengths, budget):
     batches = token_budget_batches(lengths, budget)

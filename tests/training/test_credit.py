@@ -5,7 +5,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError, TrainingDivergedError
@@ -151,6 +151,7 @@ ROWS = st.lists(st.tuples(st.integers(-40, 40), st.integers(-3, 3), st.sampled_f
 
 
 @pytest.mark.parametrize("loss", tuple(CREDIT))
+@settings(deadline=None)
 @given(rows=ROWS)
 def test_agrees_with_the_slow_reference(loss, rows):
     rewards, groups, roles = ([row[0] / 8 for row in rows], [row[1] for row in rows], [row[2] for row in rows])
@@ -159,6 +160,7 @@ def test_agrees_with_the_slow_reference(loss, rows):
 
 
 @pytest.mark.parametrize("loss", tuple(CREDIT))
+@settings(deadline=None)
 @given(rows=ROWS, seed=st.integers(0, 99))
 def test_the_order_of_the_rows_does_not_matter(loss, rows, seed):
     rewards, groups, roles = np.array(rows).T

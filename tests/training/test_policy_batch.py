@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_policy import policy_batch
 
@@ -77,6 +77,7 @@ def test_fewer_groups_than_parts_are_dealt_out_by_row():
         minibatches(numbered([0] * 8, [1] * 8), 9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=1, max_size=30), st.data())
 def test_minibatches_hold_every_row_once(rows, data):
     groups, roles = zip(*rows, strict=True)
