@@ -10,9 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pvg.reporting.figures import total_budget
+from pvg.reporting.figures import HOME, total_budget
 from pvg.telemetry.observer import PhaseInfo, Progress
+
+if TYPE_CHECKING:
+    from pvg.reporting.run_summary import RunSummary
 
 HISTORY = 600  # points kept per metric: a sparkline shows fewer
 RATE_WINDOW = 20  # the rate is taken over this many reports, so that one slow step does not swing the ETA
@@ -41,6 +45,8 @@ class Board:
         self.started = self.clock()
         self.phase_began = self.started
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
+        self._at_home: set[str] = set()
+        self._told: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
 
     # --- what the observer is told ---------------------------------------------------------------------------------
@@ -51,18 +57,21 @@ class Board:
         self._marks.clear()
         self._marks.append((self.phase_began, info.done))
         self._budgets.clear()
+        self._told.clear()
 
     def progress(self, progress: Progress) -> None:
         self.done = progress.done
         self._marks.append((self.clock(), progress.done))
         if progress.budget:
             self._budgets.append(dict(progress.budget))
-        self._record(progress.metrics)
+        self._told |= progress.metrics.keys()
+        self._record(progress.metrics, self.info.phase if self.info else "")
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         self.phase_seconds[info.round, info.phase] = self.clock() - self.phase_began
         self.done = info.total
-        self._record(metrics)
+        # What a step told is not told again.
+        self._record({name: value for name, value in metrics.items() if name not in self._told}, info.phase)
 
     def finish_round(self, round_: int, metrics: Mapping[str, float]) -> None:
         self.rounds_done[round_] = dict(metrics)
@@ -70,9 +79,21 @@ class Board:
     def alert(self, name: str, message: str) -> None:
         self.alerts.append((name, message))
 
-    def _record(self, metrics: Mapping[str, float]) -> None:
+    def recall(self, summary: RunSummary) -> None:
+        """Take in what a run told before it stopped, so that its lines go on where they ended."""
+        self.rounds_done |= summary.rounds
+        self.alerts += [(alert.name, alert.message) for alert in summary.alerts]
+        for step in summary.steps:
+            self._record(step.metrics, step.phase)
+
+    def _record(self, metrics: Mapping[str, float], phase: str) -> None:
         for name, value in metrics.items():
-            self.series.setdefault(name, deque(maxlen=HISTORY)).append(float(value))
+            series = self.series.setdefault(name, deque(maxlen=HISTORY))
+            if HOME.get(name) == phase and name not in self._at_home:
+                self._at_home.add(name)
+                series.clear()
+            if name not in self._at_home or HOME[name] == phase:
+                series.append(float(value))
 
     # --- what is shown ---------------------------------------------------------------------------------------------
 

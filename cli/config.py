@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cli.boundary import Commands, DebugOption, JsonOption, emit, guarded
+from cli.boundary import DebugOption, JsonOption, emit, guarded
 from cli.options import ExperimentArgument, SetOption
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
+app = typer.Typer(no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
 
 
 def register(parent: typer.Typer) -> None:
@@ -67,9 +67,10 @@ def schema(
     from cli.output import print_schema
     from cli.resolve import resolve
 
+    resolved = resolve(experiment, []) if experiment else None
     if as_json:
         from pvg.experiment import Experiment
 
         emit(Experiment.model_json_schema())
-        return
-    print_schema(resolve(experiment, []) if experiment else None)
+    else:
+        print_schema(resolved)

@@ -8,9 +8,12 @@ Whatever is worth keeping (notices) is printed above the panel and stays.
 
 from __future__ import annotations
 
+import sys
+import termios
 import threading
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -48,6 +51,7 @@ class Display:
         self.stopping = False
         self._lock = threading.Lock()  # the refresh thread reads while the run writes
         self._console = console
+        self._terminal_before: list[Any] | None = None
         self._live = Live(
             get_renderable=self.render,
             console=console,
@@ -56,6 +60,7 @@ class Display:
         )
 
     def __enter__(self) -> Display:
+        self._silence_control_keys()
         self._live.start()
         return self
 
@@ -63,6 +68,17 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        if self._terminal_before is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._terminal_before)
+
+    def _silence_control_keys(self) -> None:
+        """Keep the terminal from echoing `^C`: at the end of a full line it would scroll the panel by one."""
+        if sys.stdin is None or not sys.stdin.isatty():
+            return
+        self._terminal_before = termios.tcgetattr(sys.stdin)
+        silent = termios.tcgetattr(sys.stdin)
+        silent[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
 
     # --- Observer --------------------------------------------------------------------------------------------------
 
@@ -91,7 +107,6 @@ class Display:
 
     def stop_requested(self) -> None:
         """Ctrl-C was pressed once."""
-        self.stopping = True
         self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
 
     # --- drawing ---------------------------------------------------------------------------------------------------
@@ -138,10 +153,12 @@ def _header(board: Board) -> Table:
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True)
     row.add_column(justify="right", no_wrap=True)
-    number = board.info.round + 1 if board.info else 1
     chips = Text()
-    if len(board.phases) > 1:
-        chips = Text.assemble(("round ", QUIET), (f"{number}/{board.rounds}", "bold"), "   ")
+    if board.info is not None and len(board.phases) > 1:
+        number = board.info.round
+        chips = Text.assemble(
+            ("round ", QUIET), (str(number), "bold"), (f" ({number + 1} of {board.rounds})   ", QUIET)
+        )
     for place, phase in enumerate(board.phases):
         mark, style = MARKS[board.phase_state(phase)]
         chips.append("  " if place else "")
@@ -165,9 +182,8 @@ def _progress(board: Board) -> Table:
         facts.append(f"  {compact(rate)}/s", style=QUIET)
     eta, game = board.phase_eta(), board.game_eta()
     if eta is not None:
-        facts.append(f"  {duration(eta)} left", style=QUIET)
-    if game is not None:
-        facts.append(f", {duration(game)} in all", style=QUIET)
+        in_all = f", {duration(game)} in all" if game is not None else ""
+        facts.append(f"  {duration(eta)} left{in_all}", style=QUIET)
     bar = ProgressBar(total=max(1, info.total), completed=board.done, complete_style="cyan", finished_style="green")
     row.add_row(bar, facts)
     return row

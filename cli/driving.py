@@ -85,7 +85,7 @@ class StopSwitch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             self._quit()
-        self.requested = True
+        self.requested = self._watcher.stopping = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._request)
 

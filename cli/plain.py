@@ -28,6 +28,7 @@ class PlainLines:
 
     def __init__(self, board: Board, stream: TextIO) -> None:
         self.board = board
+        self.stopping = False
         self._stream = stream
         self._last_line = board.clock()
 
@@ -61,7 +62,9 @@ class PlainLines:
 
     def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
         self.board.finish_round(round_, metrics)
-        self._line("  ".join([f"round {round_ + 1}/{self.board.rounds} done", *_metrics(metrics, ROUND_METRICS)]))
+        self._line(
+            "  ".join([f"round {round_} done ({round_ + 1} of {self.board.rounds})", *_metrics(metrics, ROUND_METRICS)])
+        )
 
     def alerted(self, name: str, message: str) -> None:
         self.board.alert(name, message)
@@ -78,7 +81,7 @@ class PlainLines:
         if info is None:
             return "start"
         label = phase_label(info.phase)
-        return label if len(self.board.phases) == 1 else f"round {info.round + 1}/{info.rounds} {label}"
+        return label if len(self.board.phases) == 1 else f"round {info.round} {label}"
 
     def _line(self, text: str) -> None:
         self._last_line = self.board.clock()

@@ -19,6 +19,7 @@ class Plan:
     """What is going to be played, and where. A new run's folder does not exist yet."""
 
     experiment: Experiment
+    name: str
     run: RunDirectory
     resume: bool
     notice: str = ""
@@ -33,14 +34,14 @@ def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan
         number += 1
         free = f"{wanted}-{number}"
     notice = f"{root / wanted} exists already; this run is {free}." if free != wanted else ""
-    return Plan(experiment, RunDirectory(root / free), resume=False, notice=notice)
+    return Plan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
 
 
 def create(plan: Plan) -> RunDirectory:
     """Make the folder of a new run. Raises MissingRequirementError when it cannot be written."""
     root = plan.experiment.store.root
     try:
-        return RunDirectory.create(root, plan.run.name, plan.experiment)
+        return RunDirectory.create(root, plan.name, plan.experiment)
     except OSError as error:
         raise MissingRequirementError(
             f"The run folder {plan.run.path} cannot be made: {error.strerror}.",
@@ -65,7 +66,7 @@ def plan_resume(name: str | None, overrides: Sequence[str], run_name: str) -> Pl
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
             f"Go on with its own settings: {resume_command(run)}",
         )
-    return Plan(experiment, run, resume=True, notice=f"Resuming {run.name}.")
+    return Plan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.")
 
 
 def resume_command(run: RunDirectory) -> str:

@@ -113,6 +113,7 @@ def _play(plan: Plan, as_json: bool) -> Outcome:
     from cli.driving import drive, watcher_for
     from cli.runs import create
     from pvg.errors import PvgError
+    from pvg.reporting.run_summary import read_run
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
@@ -123,6 +124,8 @@ def _play(plan: Plan, as_json: bool) -> Outcome:
         return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume)
 
     board = Board(experiment.name, run.name, experiment.game.rounds)
+    if plan.resume:
+        board.recall(read_run(run))
     watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
     with run.lock():
         try:

@@ -13,7 +13,7 @@ from typing import Literal
 
 Style = Literal["share", "auc", "score", "rate", "number"]
 
-BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇"  # without the full block: lines of one below the other would merge
 ABSENT = "–"
 # A sparkline's full height spans at least this much, so that noise does not look like an event.
 LEAST_SPAN: dict[Style, float] = {"share": 0.1, "auc": 0.02, "score": 0.5, "rate": 0.0, "number": 0.0}
@@ -59,6 +59,19 @@ SHOWN: dict[str, Shown] = {
     "loss": Shown("loss", "number"),
     "staleness": Shown("staleness", "number"),
     "pairs_available": Shown("pairs to draw from", "rate"),
+}
+
+# The phase whose values a metric is followed by, from its first one on: the mint samples come from other provers,
+# those of the checkpoint from other problems, and a line through all of them would show steps where nothing happened.
+HOME = {
+    "helpful_accuracy": "train_prover",
+    "sneaky_error_rate": "train_prover",
+    "fooled_rate": "train_prover",
+    "score_gap": "train_prover",
+    "malformed": "train_prover",
+    "truncated": "train_prover",
+    "pair_accuracy": "train_verifier",
+    "verifier_auc": "train_verifier",
 }
 
 PHASE_LABELS = {
@@ -145,7 +158,7 @@ def total_budget(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> str:
     """At most `width` bars, lowest value lowest; longer series are averaged in equal buckets, NaN is left blank.
 
-    The full height spans max - min of what is shown, but at least `least_span`.
+    The full height spans max - min of what is shown, but at least `least_span`; what never changes lies flat.
     """
     points = _buckets(values, width)
     finite = [point for point in points if math.isfinite(point)]
@@ -153,13 +166,13 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
         return ""
     low, high = min(finite), max(finite)
     if high - low < least_span:
-        middle = (low + high) / 2
-        low, high = middle - least_span / 2, middle + least_span / 2
+        high = low + least_span
     if high <= low:
-        return "".join(BARS[3] if math.isfinite(point) else " " for point in points)
+        return "".join(BARS[0] if math.isfinite(point) else " " for point in points)
     top = len(BARS) - 1
     return "".join(
-        BARS[min(top, int((point - low) / (high - low) * len(BARS)))] if math.isfinite(point) else " "
+        # Halved, because the difference of the largest numbers is no number.
+        BARS[min(top, int((point / 2 - low / 2) / (high / 2 - low / 2) * len(BARS)))] if math.isfinite(point) else " "
         for point in points
     )
 

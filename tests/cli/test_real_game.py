@@ -1,0 +1,51 @@
+"""The real game through the real commands, as small as it gets: sample, play, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from calling import pvg
+
+from pvg.models.sources import embedded_names
+
+SMALL = [
+    word
+    for setting in (
+        "game.rounds=1",
+        "game.mint_problems=24",
+        "game.mint_samples=8",
+        "verifier.steps=2",
+        "verifier.pairs=4",
+        "verifier.held_out=0.3",
+        "training.steps=1",
+        "training.groups=2",
+        "evaluation.problems=4",
+        "evaluation.samples=1",
+        "models.threads=1",
+    )
+    for word in ("-s", setting)
+]
+
+
+@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
+def test_train_then_report_then_rollout() -> None:
+    trained = pvg("train", *SMALL, "--json")
+    assert trained.code == 0, trained.err
+    assert trained.document["status"] == "complete"
+    assert 0.0 <= trained.document["rounds"][0]["metrics"]["helpful_accuracy"] <= 1.0
+
+    document = pvg("report", "modchain", "--json").document
+    assert document["status"] == "complete"
+    assert [phase["phase"] for phase in document["phases"]] == ["mint", "train_verifier", "train_prover", "checkpoint"]
+    assert all(phase["finished"] for phase in document["phases"])
+    assert all(example["score"] is not None for example in document["examples"])
+    assert pvg("train", "--resume", "modchain").code == 2
+
+    sampled = pvg("rollout", "-n", "2", "--role", "sneaky", "-s", "rollout.group_size=3")
+    assert sampled.code == 0, sampled.err
+    assert "samples" in sampled.out
+    report = pvg("report", "modchain-samples", "--json").document
+    assert report["status"] == "samples"
+    assert report["phases"][0]["metrics"]["rollouts"] == 6
+    assert len(list(Path("runs/modchain-samples/rollouts").glob("*/*.arrow"))) == 1

@@ -1,0 +1,212 @@
+"""`pvg train` up to the point where the game is called, and from where it returns; the game itself is replaced here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import pvg, pvg_process
+from run_samples import begin, commit, played, state, step, tell
+
+from pvg.errors import MissingRequirementError
+from pvg.experiment import Experiment
+from pvg.game.run import Outcome
+from pvg.store import RunDirectory
+from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+
+Play = Callable[..., Any]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `play` was called with; it tells its observer a little and commits a complete game of one round."""
+    made: list[dict[str, Any]] = []
+
+    async def play(
+        experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
+    ) -> Outcome:
+        made.append({"experiment": experiment, "run": run, "resume": resume})
+        info = PhaseInfo(0, 1, "train_prover", "steps", 2)
+        observer.noticed("hello")
+        observer.phase_started(info)
+        observer.progressed(Progress(1, {"helpful_accuracy": 0.5}, {"rollout": 0.1}))
+        observer.alerted("collapse", "It fell.")
+        observer.phase_finished(info, {"helpful_accuracy": 0.75})
+        observer.round_finished(0, {"helpful_accuracy": 0.875})
+        tell(run, {"kind": "round", "round": 0, "metrics": {"helpful_accuracy": 0.875}})
+        commit(run, state("complete", rounds=[{"helpful_accuracy": 0.875}]))
+        return Outcome("complete", run.path, [{"helpful_accuracy": 0.875}], 1.0)
+
+    monkeypatch.setattr("pvg.game.run.play", play)
+    return made
+
+
+def test_the_default_is_the_embedded_game_under_its_own_name(calls: list[dict[str, Any]]) -> None:
+    called = pvg("train", "-s", "seed=7")
+    assert called.code == 0
+    (call,) = calls
+    assert (call["experiment"].name, call["experiment"].seed, call["resume"]) == ("modchain", 7, False)
+    assert call["run"].path == Path("runs/modchain")
+    assert RunDirectory(Path("runs/modchain")).experiment() == call["experiment"]
+    assert "87.5 %" in called.out
+    assert "pvg report modchain" in called.out
+    for line in ("hello", "prover begins: 2 steps", "ALERT collapse: It fell.", "round 0 done"):
+        assert line in called.err
+
+
+def test_the_next_run_gets_the_next_free_number_and_says_so(calls: list[dict[str, Any]]) -> None:
+    for _ in range(2):
+        pvg("train")
+    called = pvg("train")
+    assert [call["run"].name for call in calls] == ["modchain", "modchain-2", "modchain-3"]
+    assert "this run is modchain-3" in called.err
+
+
+def test_a_named_run_is_not_renumbered(calls: list[dict[str, Any]]) -> None:
+    assert pvg("train", "--name", "mine").code == 0
+    called = pvg("train", "--name", "mine")
+    assert called.code == 2
+    assert "already exists" in called.err
+    assert len(calls) == 1
+
+
+def test_json_is_one_document_with_everything_else_on_stderr(calls: list[dict[str, Any]]) -> None:
+    called = pvg("train", "--json")
+    assert called.document["status"] == "complete"
+    assert called.document["run"] == "modchain"
+    assert called.document["rounds"] == [{"round": 0, "metrics": {"helpful_accuracy": 0.875}}]
+    assert called.document["resume"] is None
+
+
+def test_an_experiment_file_and_a_folder_for_runs(calls: list[dict[str, Any]]) -> None:
+    Path("mine.toml").write_text('name = "mine"\nseed = 3\n')
+    called = pvg("train", "mine.toml", "-s", "store.root=else where")
+    assert called.code == 0
+    assert calls[0]["run"].path == Path("else where/mine")
+    assert "pvg report 'else where/mine'" in called.out
+
+
+# --- stopping and failing --------------------------------------------------------------------------------------------
+
+
+def replace_play(monkeypatch: pytest.MonkeyPatch, play: Play) -> None:
+    monkeypatch.setattr("pvg.game.run.play", play)
+
+
+def test_a_stopped_run_ends_with_130_and_the_exact_resume_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stopped(experiment: Experiment, run: RunDirectory, **_: Any) -> Outcome:
+        commit(run, state("mint"))
+        return Outcome("interrupted", run.path, [], 1.0)
+
+    replace_play(monkeypatch, stopped)
+    called = pvg("train")
+    assert called.code == 130
+    assert "pvg train --resume modchain " in called.out
+    called = pvg("train", "--json", "-s", "store.root=there")
+    assert called.code == 130
+    assert called.document["resume"] == "pvg train --resume there/modchain"
+
+
+def test_a_run_that_fails_before_its_first_commit_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: Any, **__: Any) -> Outcome:
+        raise MissingRequirementError("There is no model.", "make models")
+
+    replace_play(monkeypatch, failing)
+    called = pvg("train", "--json")
+    assert called.code == 3
+    assert called.document["error"]["message"] == "There is no model."
+    assert not Path("runs/modchain").exists()
+
+
+def test_a_run_that_fails_later_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(experiment: Experiment, run: RunDirectory, **_: Any) -> Outcome:
+        commit(run, state("mint"))
+        raise MissingRequirementError("The disk is full.")
+
+    replace_play(monkeypatch, failing)
+    assert pvg("train").code == 3
+    assert RunDirectory(Path("runs/modchain")).state.is_file()
+
+
+def test_a_run_is_locked_while_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def playing(experiment: Experiment, run: RunDirectory, **_: Any) -> Outcome:
+        commit(run, state("mint"))
+        seen.append(pvg_process("train", "--resume", run.name).err)
+        return Outcome("interrupted", run.path, [], 1.0)
+
+    replace_play(monkeypatch, playing)
+    pvg("train")
+    assert "is being driven by process" in seen[0]
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def unfinished(name: str, /, **settings: Any) -> RunDirectory:
+    run = begin(Path("runs"), name, **settings)
+    tell(run, step("mint", 1, helpful_accuracy=0.5))
+    commit(run, state("mint", step=1))
+    return run
+
+
+def test_resume_takes_the_newest_unfinished_run_with_its_own_settings(calls: list[dict[str, Any]]) -> None:
+    unfinished("modchain-2", seed=11)
+    played(Path("runs"), "modchain-3")
+    unfinished("other", name="other")
+    called = pvg("train", "--resume")
+    assert called.code == 0
+    (call,) = calls
+    assert (call["run"].name, call["experiment"].seed, call["resume"]) == ("modchain-2", 11, True)
+    assert "Resuming modchain-2." in called.err
+
+
+@pytest.mark.parametrize("words", [("--resume", "here"), ("--resume=here",), ("--resume", "runs/here")])
+def test_resume_by_name_or_path(calls: list[dict[str, Any]], words: tuple[str, ...]) -> None:
+    unfinished("here", name="other", seed=5)
+    assert pvg("train", *words).code == 0
+    assert calls[0]["run"].name == "here"
+    assert calls[0]["experiment"].name == "other"
+
+
+def test_resume_may_change_what_does_not_change_the_outcome(calls: list[dict[str, Any]]) -> None:
+    unfinished("here")
+    assert pvg("train", "--resume", "-s", "store.commit_every=3").code == 0
+    assert calls[0]["experiment"].store.commit_every == 3
+
+
+def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]]) -> None:
+    unfinished("here")
+    called = pvg("train", "--resume", "here", "-s", "training.steps=9", "-s", "seed=1")
+    assert called.code == 2
+    assert "seed: 0 -> 1" in called.err
+    assert "training.steps: 60 -> 9" in called.err
+    assert "pvg train --resume here" in called.err
+    assert calls == []
+
+
+def test_resume_with_an_experiment_compares_with_it(calls: list[dict[str, Any]]) -> None:
+    unfinished("modchain", seed=11)
+    called = pvg("train", "modchain", "--resume")
+    assert called.code == 2
+    assert "seed: 11 -> 0" in called.err
+
+
+def test_resume_refuses_what_cannot_be_played_on(calls: list[dict[str, Any]]) -> None:
+    played(Path("runs"), "done")
+    assert "is complete" in pvg("train", "--resume", "done").err
+    samples = begin(Path("runs"), "samples")
+    commit(samples, state("init", shards=[{"path": "x", "rows": 1, "bytes": 1, "checksum": ""}]))
+    assert "pvg rollout" in pvg("train", "--resume", "samples").err
+    assert calls == []
+
+
+def test_resume_without_a_run_names_the_one_of_another_experiment() -> None:
+    unfinished("elsewhere", name="other")
+    called = pvg("train", "--resume")
+    assert called.code == 2
+    assert "pvg train --resume elsewhere" in called.err

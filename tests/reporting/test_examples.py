@@ -1,0 +1,78 @@
+"""Which solutions are shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_samples import begin, commit, played, rollout, state
+
+from pvg.records import Grade, Role
+from pvg.reporting.examples import choose_examples
+from pvg.store import DamagedFileError
+
+
+def test_the_most_believed_flaws_and_the_most_ordinary_solutions(tmp_path: Path) -> None:
+    chosen = choose_examples(played(tmp_path))
+    flaws, solutions = chosen[:2], chosen[2:]
+    assert [example.id for example in flaws] == ["strong", "weak"]
+    assert solutions[0].id == "middle"
+    assert all(example.role == "helpful" and example.correct for example in solutions)
+    assert flaws[0].note == "wrong sum in step 1"
+
+
+def test_as_many_of_each_as_asked_for(tmp_path: Path) -> None:
+    assert [example.id for example in choose_examples(played(tmp_path), each=1)] == ["strong", "middle"]
+
+
+def test_a_malformed_text_is_no_flaw(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    broken = replace(rollout("broken", Role.SNEAKY, correct=False, score=50.0), grade=Grade(False, False))
+    commit(run, state("complete"), {"checkpoint-00000": [broken, rollout("flaw", Role.SNEAKY, correct=False, score=1)]})
+    assert [example.id for example in choose_examples(run)] == ["flaw"]
+
+
+def test_one_problem_gives_one_example(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    copies = [
+        replace(rollout(f"copy{i}", Role.SNEAKY, correct=False, score=9.0 - i), problem_id="same") for i in range(4)
+    ]
+    other = rollout("other", Role.SNEAKY, correct=False, score=0.0)
+    commit(run, state("complete"), {"checkpoint-00000": [*copies, other]})
+    assert [example.id for example in choose_examples(run)] == ["copy0", "other"]
+
+
+def test_the_newest_scored_round_speaks(tmp_path: Path) -> None:
+    run = played(tmp_path)
+    later = [replace(rollout("minted", Role.SNEAKY, correct=False, score=None), round=1)]
+    first = [rollout("first", Role.SNEAKY, correct=False, score=0.0)]
+    second = [replace(rollout("second", Role.SNEAKY, correct=False, score=0.0), round=1)]
+    (run.path / "rollouts/round-000/checkpoint-00000.arrow").unlink()
+    commit(run, state("mint", round=1), {"checkpoint-00000": first, "mint-00000": later})
+    assert [example.id for example in choose_examples(run)] == ["first"]
+    (run.path / "rollouts/round-001/mint-00000.arrow").unlink()
+    (run.path / "rollouts/round-000/checkpoint-00000.arrow").unlink()
+    commit(run, state("complete"), {"checkpoint-00000": first, "mint-00000": later, "checkpoint-00001": second})
+    assert [example.id for example in choose_examples(run)] == ["second"]
+
+
+def test_without_scores_any_of_each_kind_is_shown(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    samples = [
+        rollout("a", Role.HELPFUL, correct=True, score=None, source="base"),
+        rollout("b", Role.SNEAKY, correct=False, score=None, source="base"),
+    ]
+    commit(run, state("init"), {"init-00000": samples})
+    chosen = choose_examples(run)
+    assert {example.id for example in chosen} == {"a", "b"}
+    assert not any("verifier" in example.why for example in chosen)
+
+
+def test_nothing_committed_nothing_shown_and_damage_is_said(tmp_path: Path) -> None:
+    assert choose_examples(begin(tmp_path, "empty")) == []
+    run = played(tmp_path)
+    shard = next(run.rollouts.glob("*/*.arrow"))
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(DamagedFileError, match=r"checkpoint-00000\.arrow is damaged"):
+        choose_examples(run)

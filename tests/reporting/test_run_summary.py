@@ -1,0 +1,121 @@
+"""A run directory read back: finished, unfinished, torn, damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import orjson
+import pytest
+from run_samples import STEP_BUDGET, begin, commit, played, state, step, tell
+
+from pvg.errors import ConfigurationError
+from pvg.reporting.run_summary import read_run, unfinished_runs
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    summary = read_run(played(tmp_path))
+    assert (summary.name, summary.experiment, summary.status) == ("first", "modchain", "complete")
+    assert summary.rounds == {0: {"helpful_accuracy": 0.875, "verifier_auc": 0.9}}
+    assert [(p.phase, p.steps, p.finished) for p in summary.phases] == [("mint", 1, True), ("train_prover", 2, True)]
+    assert summary.series("helpful_accuracy", "train_prover") == [0.5, 0.75]
+    assert summary.series("fooled_rate") == [0.25]
+    assert [alert.name for alert in summary.alerts] == ["collapse"]
+    assert summary.notes == []
+
+
+def test_time_is_what_the_phases_took_and_the_budget_closes(tmp_path: Path) -> None:
+    summary = read_run(played(tmp_path))
+    # The mint: 3 s by its own clock, 1 s of steps. The prover: 1.5 s by the clock of its last process, 2 s of steps.
+    assert [phase.seconds for phase in summary.phases] == [3.0, pytest.approx(2.0)]
+    assert summary.seconds == pytest.approx(5.0)
+    assert summary.budget == pytest.approx({part: 3 * seconds for part, seconds in STEP_BUDGET.items()})
+    assert list(summary.budget)[-1] == "unaccounted"
+
+
+def test_its_plain_form_is_json(tmp_path: Path) -> None:
+    plain = orjson.loads(orjson.dumps(read_run(played(tmp_path)).plain()))
+    assert plain["rounds"] == [{"round": 0, "metrics": {"helpful_accuracy": 0.875, "verifier_auc": 0.9}}]
+    assert plain["status"] == "complete"
+
+
+def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    tell(run, step("train_prover", 1, loss=1.0), step("train_prover", 2, loss=2.0))
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole[:-7])
+    summary = read_run(run)
+    assert summary.series("loss") == [1.0]
+    assert any("torn" in note for note in summary.notes)
+    assert run.metrics.read_bytes() == whole[:-7]
+
+
+def test_what_follows_a_damaged_line_is_not_shown_but_noted(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    tell(run, step("train_prover", 1, loss=1.0), step("train_prover", 2, loss=2.0))
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(lines[0] + b"{nonsense\n" + lines[1])
+    summary = read_run(run)
+    assert summary.series("loss") == [1.0]
+    assert any("line 2" in note for note in summary.notes)
+
+
+def test_a_step_told_twice_counts_once_with_its_last_values(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    tell(run, *(step("train_prover", number, loss=float(10 + number)) for number in (1, 2, 3)))
+    tell(run, *(step("train_prover", number, loss=float(number)) for number in (2, 3, 4)))
+    summary = read_run(run)
+    assert summary.series("loss") == [11.0, 2.0, 3.0, 4.0]
+    assert summary.phases[0].steps == 4
+
+
+def test_a_phase_without_its_end_is_unfinished(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    tell(run, step("train_prover", 1, loss=1.0))
+    commit(run, state("train_prover", step=1))
+    summary = read_run(run)
+    assert summary.status == "unfinished"
+    assert [(p.finished, p.seconds) for p in summary.phases] == [(False, pytest.approx(1.0))]
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    summary = read_run(begin(tmp_path))
+    assert (summary.status, summary.rounds, summary.steps, summary.seconds) == ("empty", {}, [], 0)
+
+
+def test_a_damaged_state_is_noted_and_the_metrics_still_shown(tmp_path: Path) -> None:
+    run = played(tmp_path)
+    run.state.write_bytes(b"{half")
+    summary = read_run(run)
+    assert summary.rounds[0]["helpful_accuracy"] == 0.875
+    assert any("state.json" in note for note in summary.notes)
+
+
+def test_a_damaged_experiment_is_an_error(tmp_path: Path) -> None:
+    run = played(tmp_path)
+    run.experiment_file.write_text("seed = ")
+    with pytest.raises(ConfigurationError, match="valid TOML"):
+        read_run(run)
+
+
+def test_unfinished_runs_come_newest_first_and_of_their_experiment(tmp_path: Path) -> None:
+    played(tmp_path, "done")
+    for age, (name, experiment, phase) in enumerate(
+        [("newest", "modchain", "mint"), ("other", "gsm", "mint"), ("older", "modchain", "checkpoint")]
+    ):
+        run = begin(tmp_path, name, name=experiment)
+        commit(run, state(phase))
+        os.utime(run.state, (1e9 - age, 1e9 - age))
+    samples = begin(tmp_path, "samples")
+    commit(samples, state("init", shards=[{"path": "x", "rows": 1, "bytes": 1, "checksum": ""}]))
+    assert [run.name for run in unfinished_runs(tmp_path, "modchain")] == ["newest", "older"]
+    assert [run.name for run in unfinished_runs(tmp_path)] == ["newest", "other", "older"]
+    assert unfinished_runs(tmp_path / "nowhere") == []
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        commit(begin(tmp_path, name), state("mint"))
+    (tmp_path / "bad" / "state.json").write_bytes(b"")
+    (tmp_path / "bad" / "state.previous.json").unlink(missing_ok=True)
+    assert [run.name for run in unfinished_runs(tmp_path)] == ["good"]

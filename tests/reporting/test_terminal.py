@@ -1,0 +1,88 @@
+"""What a report prints, at 80 and at 120 columns."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+from run_samples import begin, played
+
+from pvg.reporting.examples import choose_examples
+from pvg.reporting.run_summary import read_run
+from pvg.reporting.terminal import BudgetBar, closing, merge_small, report, rounds_table
+
+
+def printed(renderable: RenderableType, width: int = 80, colours: bool = False) -> str:
+    stream = io.StringIO()
+    system = "truecolor" if colours else None
+    Console(file=stream, width=width, force_terminal=colours, color_system=system).print(renderable)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path, width: int) -> None:
+    run = played(tmp_path)
+    text = printed(report(read_run(run), choose_examples(run)), width)
+    for part in ("Rounds", "Phases", "Metrics", "Time budget", "Alerts (1)", "Example solutions"):
+        assert part in text
+    assert "87.5 %" in text
+    assert "score +2.50" in text
+    assert "wrong: the answer is 7, wrong sum in step 1" in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\x1b" not in text
+
+
+def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
+    text = printed(report(read_run(begin(tmp_path)), []))
+    assert "empty" in text
+    assert "Rounds" not in text
+
+
+def test_the_rounds_table_fits_80_columns_unshortened() -> None:
+    metrics = dict.fromkeys(
+        (
+            "helpful_accuracy",
+            "sneaky_error_rate",
+            "fooled_rate",
+            "fooled_rate_previous",
+            "fooled_rate_base",
+            "verifier_auc",
+            "verifier_auc_previous",
+            "base_helpful_accuracy",
+        ),
+        1.0,
+    )
+    text = printed(rounds_table({0: metrics, 1: {}}), 74)
+    assert "…" not in text
+    assert text.count("100 %") == 6
+    assert text.splitlines()[-1].split()[0] == "1"
+
+
+def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
+    text = printed(closing(read_run(played(tmp_path)), 75.0, {"pvg report first": "what happened"}))
+    assert "pvg report first   what happened" in text
+    assert "1:15" in text
+
+
+@given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=9), st.integers(20, 120))
+def test_the_budget_bar_fills_its_width_exactly(seconds: list[float], width: int) -> None:
+    budget = {f"part{place}": value for place, value in enumerate(seconds)}
+    bar = printed(BudgetBar(budget), width).splitlines()[0]
+    assert len(bar) == width
+
+
+def test_small_parts_are_merged_and_nothing_is_lost() -> None:
+    budget = {"rollout": 90.0, "a": 0.1, "b": 0.2, "c": 9.0, "unaccounted": 0.1}
+    merged = merge_small(budget)
+    assert list(merged) == ["rollout", "c", "other", "unaccounted"]
+    assert sum(merged.values()) == pytest.approx(sum(budget.values()))
+    assert merge_small({"rollout": 99.0, "a": 0.1}) == {"rollout": 99.0, "a": 0.1}
+
+
+def test_colours_only_where_they_are_wanted() -> None:
+    assert "\x1b[" in printed(BudgetBar({"rollout": 1.0}), colours=True)
+    assert "\x1b[" not in printed(BudgetBar({"rollout": 1.0}))

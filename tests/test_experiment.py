@@ -1,0 +1,339 @@
+"""The experiment's configuration: reading, overriding, refusing what cannot work, and saying why in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.experiment import (
+    TASKS,
+    Experiment,
+    build_experiment,
+    differences,
+    find_experiment,
+    load_experiment,
+    parse_override,
+    shipped_directories,
+    valid_keys,
+)
+
+SHIPPED = sorted(path for place in shipped_directories() for path in place.glob("*.toml"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def complaint(tmp_path: Path, *overrides: str, text: str = "") -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as caught:
+        load_experiment(write(tmp_path, text), overrides)
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+# --- what ships ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_experiments_are_valid_and_named_after_their_file(path: Path) -> None:
+    assert load_experiment(path).name == path.stem
+
+
+def test_there_is_the_default_experiment() -> None:
+    assert "modchain" in [path.stem for path in SHIPPED]
+
+
+# --- reading and overriding ------------------------------------------------------------------------------------------
+
+
+def test_overrides_are_applied_in_order_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed = 4\n[training]\nsteps = 7\n")
+    experiment = load_experiment(path, ["training.steps=8", "training.steps=9", "game.reward=cgc"])
+    assert (experiment.seed, experiment.training.steps, experiment.game.reward) == (4, 9, "cgc")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=3", 3),
+        ("a.b = 3e-4", 3e-4),
+        ("a.b=true", True),
+        ('a.b="3"', "3"),
+        ("a.b=some/path", "some/path"),
+        ("a.b=x=y", "x=y"),
+        ("a.b=", ""),
+        ("a.b=[1, 2]", [1, 2]),
+    ],
+)
+def test_an_override_is_toml_where_it_can_be(text: str, value: Any) -> None:
+    assert parse_override(text) == ("a.b", value)
+
+
+@pytest.mark.parametrize("text", ["training.steps", "=3", " = 3"])
+def test_an_override_without_key_or_value_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="key=value"):
+        parse_override(text)
+
+
+def test_an_override_cannot_reach_into_a_setting(tmp_path: Path) -> None:
+    assert "not a section" in complaint(tmp_path, "seed.inner=3", text="seed = 1").message
+
+
+@pytest.mark.parametrize("text", ["seed = ", "[training\n", "seed = 1\nseed = 2"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
+    error = complaint(tmp_path, text=text)
+    assert "mine.toml is not valid TOML" in error.message
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"mine\.toml is not valid TOML"):
+        load_experiment(path)
+
+
+def test_a_folder_in_place_of_the_file_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_experiment(tmp_path)
+
+
+settings = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**31),
+        "task": st.sampled_from(
+            [
+                {"kind": "modchain", "min_terms": 3, "max_terms": 6},
+                {"kind": "gsm8k", "path": "some where/gsm8k", "limit": 5},
+                {"kind": "reasoning_gym", "dataset": "chain_sum", "settings": {"min_terms": 2, "x": [1.5, "ü"]}},
+            ]
+        ),
+        "training": st.fixed_dictionaries(
+            {"learning_rate": st.floats(1e-9, 1.0), "groups": st.integers(1, 64), "kl": st.floats(0.0, 1.0)}
+        ),
+        "game": st.fixed_dictionaries({"reward": st.sampled_from(["src", "cgc", "goodhart"])}),
+    }
+)
+
+
+@given(settings)
+def test_what_is_written_reads_back_equal_with_the_same_hash(tmp_path_factory: Any, data: dict[str, Any]) -> None:
+    experiment = build_experiment(data)
+    path = tmp_path_factory.mktemp("toml") / "e.toml"
+    path.write_text(experiment.to_toml(), encoding="utf-8")
+    again = load_experiment(path)
+    assert again == experiment
+    assert again.hash() == experiment.hash()
+
+
+def test_the_hash_sees_what_changes_the_outcome_and_nothing_else() -> None:
+    base = Experiment().hash()
+    assert build_experiment({"training": {"learning_rate": 2e-4}}).hash() != base
+    assert build_experiment({"seed": 1}).hash() != base
+    assert build_experiment({"store": {"commit_every": 3}, "telemetry": {"refresh_per_second": 1.0}}).hash() == base
+
+
+def test_differences_name_key_and_both_sides() -> None:
+    before = build_experiment({"seed": 1}).hashed()
+    after = build_experiment({"seed": 2, "training": {"clip_low": 0.1}}).hashed()
+    assert differences(before, after) == ["seed: 1 -> 2", "training.clip_low: unset -> 0.1"]
+    assert differences(before, before) == []
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_looked_up_in_the_folder_then_in_the_package(tmp_path: Path) -> None:
+    assert find_experiment("modchain", tmp_path).stem == "modchain"
+    mine = tmp_path / "modchain.toml"
+    mine.write_text("")
+    assert find_experiment("modchain", tmp_path) == mine
+    assert find_experiment(str(mine), Path("nowhere")) == mine
+
+
+def test_an_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Did you mean 'modchain'") as caught:
+        find_experiment("modchian", tmp_path)
+    assert "modchain" in caught.value.remedy
+    with pytest.raises(UsageError, match=r"no experiment file .*gone\.toml"):
+        find_experiment("gone.toml", tmp_path)
+
+
+# --- what is wrong, by key -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("training.step", "training.steps"),
+        ("rollout.groupsize", "rollout.group_size"),
+        ("trainings.steps", "training"),
+        ("kl", "training.kl"),
+        ("task.min_term", "task.min_terms"),
+        ("models.prover.sorce", "models.prover.source"),
+    ],
+)
+def test_an_unknown_key_gets_the_nearest_valid_one_and_its_origin(tmp_path: Path, key: str, hint: str) -> None:
+    error = complaint(tmp_path, f"{key}=3", text="[task]\nkind = 'modchain'")
+    assert f"nearest valid key is '{hint}'." in error.message
+    assert f"(--set {key}=3)" in error.message
+
+
+def test_an_unknown_key_of_the_file_names_the_file(tmp_path: Path) -> None:
+    error = complaint(tmp_path, "seed=3", text="[game]\nround = 2\n")
+    assert "'game.round'" in error.message
+    assert "mine.toml" in error.message
+    assert "--set" not in error.message
+
+
+def test_a_key_like_nothing_gets_no_hint(tmp_path: Path) -> None:
+    assert "nearest" not in complaint(tmp_path, "qqqqqqqq=1").message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=many",
+        'training.steps="30"',
+        "training.steps=true",
+        "training.steps=2.5",
+        "training.learning_rate=fast",
+        "training.learning_rate=inf",
+        "training.learning_rate=nan",
+        "training.learning_rate=0",
+        "training.gradient_checkpointing=1",
+        "training.loss=ppo",
+        "game.rounds=0",
+        "game.sneaky_share=1.5",
+        "rollout.top_p=0",
+        "seed=-1",
+        "name=../elsewhere",
+        "store.root=3",
+        "models.prover=3",
+        "training.accumulation_steps=0",
+        "verifier.held_out=1.0",
+    ],
+)
+def test_a_wrong_value_names_its_key_and_its_origin(tmp_path: Path, override: str) -> None:
+    error = complaint(tmp_path, override)
+    assert error.message.startswith(f"{override.split('=', maxsplit=1)[0]}: ")
+    assert f"(--set {override})" in error.message
+
+
+def test_an_integer_is_a_number_too(tmp_path: Path) -> None:
+    assert load_experiment(write(tmp_path, ""), ["training.kl=0"]).training.kl == 0.0
+
+
+@pytest.mark.parametrize("text", ["[task]\nkind = 'gsm9k'", "[task]\nmin_terms = 3"])
+def test_the_kind_of_task_is_one_of_the_known(tmp_path: Path, text: str) -> None:
+    error = complaint(tmp_path, text=text)
+    assert all(kind in error.message for kind in TASKS)
+
+
+def test_terms_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    error = complaint(tmp_path, text="[task]\nkind = 'modchain'\nmin_terms = 6\nmax_terms = 5")
+    assert "min_terms (6) is above max_terms (5)" in error.message
+
+
+def test_valid_keys_are_all_settable() -> None:
+    keys = valid_keys()
+    assert len(keys) == len(set(keys))
+    assert {"seed", "training.steps", "models.prover.source", "task.path", "task.min_terms"} <= set(keys)
+
+
+# --- what cannot work ------------------------------------------------------------------------------------------------
+
+IMPOSSIBLE = [
+    (["rollout.group_size=1"], "rollout.group_size = 1"),
+    (["training.minibatches=3"], "training.minibatches = 3 does not divide"),
+    (["training.minibatches=512"], "training.minibatches = 512 does not divide"),
+    (["training.micro_batch_rollouts=257"], "training.micro_batch_rollouts = 257 is larger than its batch of 256"),
+    (["training.accumulation_steps=257"], "less than one rollout"),
+    (["training.micro_batch_tokens=48"], "training.micro_batch_tokens = 48 fits no batch"),
+    (["verifier.micro_batch_tokens=97"], "verifier.micro_batch_tokens = 97 fits no batch"),
+    (["verifier.score_tokens=48"], "verifier.score_tokens = 48 fits no batch"),
+    (["rollout.top_p=0.9"], "rollout.top_p < 1"),
+    (["rollout.top_k=5"], "rollout.top_k > 0"),
+    (["rollout.concurrency=16"], "rollout.max_rows = 256 can never be filled"),
+    (["game.sneaky_share=0.0"], "game.sneaky_share = 0.0 leaves one"),
+    (["game.reward=cgc", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
+    (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
+    (["game.mint_samples=1"], "game.mint_samples must be at least 2"),
+]
+
+# The nearest setting that does work, for each of them: the rule must not refuse more than it says.
+POSSIBLE = [
+    ["rollout.group_size=2"],
+    ["training.minibatches=256", "training.groups=32"],
+    ["training.micro_batch_rollouts=256"],
+    ["training.accumulation_steps=256"],
+    ["training.micro_batch_tokens=49"],
+    ["verifier.micro_batch_tokens=98"],
+    ["verifier.score_tokens=49"],
+    ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
+    ["rollout.top_k=5", "training.steps=0"],
+    ["rollout.concurrency=256"],
+    ["game.sneaky_share=0.0", "game.reward=correctness"],
+    ["game.sneaky_share=1.0", "game.reward=goodhart"],
+    ["game.mint_samples=2"],
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), IMPOSSIBLE, ids=lambda value: str(value)[:40])
+def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    error = complaint(tmp_path, *overrides)
+    assert says in error.message
+    assert "mine.toml" in error.message
+
+
+@pytest.mark.parametrize("overrides", POSSIBLE, ids=lambda value: str(value)[:40])
+def test_what_just_works_is_taken(tmp_path: Path, overrides: list[str]) -> None:
+    load_experiment(write(tmp_path, ""), overrides)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"])
+def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str) -> None:
+    error = complaint(tmp_path, f"training.loss={loss}", "rollout.group_size=1")
+    assert f"leaves {loss} no group" in error.message
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_by_hand(tmp_path: Path) -> None:
+    numbers = load_experiment(
+        write(tmp_path, ""),
+        [
+            "training.groups=6",
+            "rollout.group_size=4",
+            "training.minibatches=2",
+            "training.steps=5",
+            "rollout.max_tokens=48",
+            "training.micro_batch_tokens=320",  # 5 rows of 48 + 16
+            "game.rounds=2",
+            "verifier.steps=7",
+            "verifier.pairs=3",
+            "game.mint_problems=10",
+            "game.mint_samples=4",
+        ],
+    ).arithmetic()
+    assert numbers.rollouts_per_batch == 24
+    assert numbers.rollouts_per_optimizer_step == 12
+    assert numbers.micro_batch_rollouts == 5
+    assert numbers.accumulation_steps == 3  # 5 + 5 + 2
+    assert numbers.completion_tokens_per_batch == 24 * 48
+    assert numbers.mint_rollouts_per_round == 40
+    assert numbers.verifier_pairs_per_round == 21
+    assert numbers.prover_rollouts_per_round == 72  # 5 steps of 2 to a batch: 3 batches
+    assert numbers.optimizer_steps == 2 * (7 + 5)
+
+
+def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) -> None:
+    numbers = load_experiment(write(tmp_path, ""), ["training.accumulation_steps=8"]).arithmetic()
+    assert (numbers.micro_batch_rollouts, numbers.accumulation_steps) == (32, 8)
