@@ -85,6 +85,11 @@ class Board:
         self.alerts += [(alert.name, alert.message) for alert in summary.alerts]
         for step in summary.steps:
             self._record(step.metrics, step.phase)
+        of_steps = set(self.series)
+        for phase in summary.phases:
+            if phase.finished:
+                told_at_the_end = {name: value for name, value in phase.metrics.items() if name not in of_steps}
+                self._record(told_at_the_end, phase.phase)
 
     def _record(self, metrics: Mapping[str, float], phase: str) -> None:
         for name, value in metrics.items():

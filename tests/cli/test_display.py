@@ -111,6 +111,7 @@ def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
     state.recall(read_run(played(tmp_path)))
     assert state.rounds_done[0]["helpful_accuracy"] == 0.875
     assert list(state.series["helpful_accuracy"]) == [0.5, 0.75]
+    assert list(state.series["n"]) == [8.0]
     assert state.alerts == [("collapse", "It fell.")]
 
 

@@ -71,7 +71,7 @@ def played(root: Path, name: str = "first") -> RunDirectory:
     tell(
         run,
         step("mint", 8, helpful_accuracy=0.6),
-        {"kind": "phase", "round": 0, "phase": "mint", "seconds": 3.0, "metrics": {"helpful_accuracy": 0.6}},
+        {"kind": "phase", "round": 0, "phase": "mint", "seconds": 3.0, "metrics": {"helpful_accuracy": 0.6, "n": 8.0}},
         step("train_prover", 1, helpful_accuracy=0.5, kl=0.0, fooled_rate=None),
         step("train_prover", 2, helpful_accuracy=0.75, kl=0.01, fooled_rate=0.25),
         {"kind": "alert", "round": 0, "phase": "train_prover", "step": 2, "name": "collapse", "message": "It fell."},
