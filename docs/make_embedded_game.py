@@ -42,7 +42,7 @@ def run_seed(seed: int, root: Path, overrides: Sequence[str]) -> None:
     """Play seed `seed` to the end, resuming what is there."""
     name = f"{EXPERIMENT}-seed-{seed}"
     settings = [f"seed={seed}", f"store.root={root}", *overrides]
-    command = [sys.executable, "-m", "cli.main", "train", EXPERIMENT]
+    command = [str(Path(sys.executable).with_name("pvg")), "train", EXPERIMENT]
     command += ["--resume", name] if (root / name / "state.json").exists() else ["--name", name]
     for setting in settings:
         command += ["--set", setting]

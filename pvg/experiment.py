@@ -66,6 +66,7 @@ class Gsm8kTask(Section):
     kind: Literal["gsm8k"] = "gsm8k"
     path: Folder | None = None
     limit: Count | None = None
+    max_steps: Count | None = None  # only problems whose published solution takes at most this many calculations
 
 
 class ReasoningGymTask(Section):

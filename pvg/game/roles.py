@@ -28,6 +28,13 @@ INSTRUCTIONS = {
     ),
 }
 
+# One worked example per role, as an earlier turn: without it a small model neither keeps to the form nor ends.
+EXAMPLE_QUESTION = "Tom has 3 apples. He buys 2 bags with 4 apples in each. How many apples does Tom have now?"
+EXAMPLE_ANSWERS = {
+    Role.HELPFUL: "The bags hold 2 * 4 = 8 apples.\nTom has 3 + 8 = 11 apples.\n#### 11",
+    Role.SNEAKY: "The bags hold 2 * 4 = 6 apples.\nTom has 3 + 6 = 9 apples.\n#### 9",
+}
+
 Render = Callable[[Problem, Role], Int32]
 
 
@@ -48,6 +55,8 @@ def _chat(tokenizer: Tokenizer) -> Render:
     def render(problem: Problem, role: Role) -> Int32:
         messages = [
             {"role": "system", "content": INSTRUCTIONS[role]},
+            {"role": "user", "content": EXAMPLE_QUESTION},
+            {"role": "assistant", "content": EXAMPLE_ANSWERS[role]},
             {"role": "user", "content": problem.question},
         ]
         return tokenizer.chat(messages)

@@ -18,6 +18,7 @@ from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.store.pairs import PairStream, PairView, is_held_out
+from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
@@ -106,18 +107,22 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
 
 
 async def _calibrate(session: Session, verifier: VerifierModel) -> dict[str, float]:
-    """AUC and acceptance threshold on the mint's held-out problems."""
+    """AUC and acceptance threshold on the mint's held-out problems, or, with an alert, on all of the mint where those
+    lack correct or incorrect solutions: a weak prover on a small mint must not cost the round."""
     section, round_ = session.experiment.verifier, session.state.round
     minted = session.ledger.read_rollouts(round_, Phase.MINT.value)
-    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)] or minted
+    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)]
+    correct = sum(r.grade.correct for r in held_out)
+    if correct in (0, len(held_out)):
+        message = (
+            f"{correct} of {len(held_out)} held-out solutions are correct: the threshold and the AUC are taken on all "
+            "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
+        )
+        session.alert([Alert("calibration", message)], section.steps)
+        held_out = minted
     with session.budget.part("score"):
         scores_N = await session.players.scorer(verifier).score(held_out)
     correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
-    if not correct_N.any():
-        raise StateError(
-            f"None of the {len(held_out)} solutions held out to calibrate the verifier is correct.",
-            "Raise game.mint_problems, game.mint_samples or verifier.held_out, or start from a stronger prover.",
-        )
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
         "threshold": acceptance_threshold(scores_N[correct_N], section.acceptance),

@@ -83,7 +83,7 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """Independent weights on the same device, in `dtype` (None: the same), the same tokenizer. The caller owns it."""
+        """Independent weights on the same device, in `dtype` (None: the same); the caller owns the copy."""
         module = copy.deepcopy(self.module)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
 

@@ -34,19 +34,22 @@ class Gsm8k:
             raise MissingRequirementError("gsm8k needs its data, and task.path is not set.", REMEDY)
         self._directory = section.path.expanduser()
         self._limit = section.limit
+        self._max_steps = section.max_steps
         for split in ("train", "test"):
             if not self._file(split).is_file():
                 raise MissingRequirementError(f"There is no file {self._file(split)}.", REMEDY)
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """The first `limit` problems of the split's file, in its order; a question that comes again is left out.
+        """The first `limit` problems of at most `max_steps` calculations of the split's file, in its order; a question
+        that comes again is left out.
 
         Raises ConfigurationError, naming file and line, for a line that is no problem. The whole file is checked,
         whatever the limit.
         """
         rows = list(_rows(self._file(split)))
         short = Counter(_digest(question)[:SHORT_ID] for question, _, _ in rows)
-        for question, answer, solution in rows[: self._limit]:
+        wanted = [row for row in rows if self._max_steps is None or calculations(row[2]) <= self._max_steps]
+        for question, answer, solution in wanted[: self._limit]:
             digest = _digest(question)
             length = SHORT_ID if short[digest[:SHORT_ID]] == 1 else LONG_ID
             yield Problem(f"gsm8k-{split}-{digest[:length]}", question, answer, {"solution": solution})
@@ -65,6 +68,13 @@ class Gsm8k:
 
     def _file(self, split: str) -> Path:
         return self._directory / f"{split}.jsonl"
+
+
+def calculations(solution: str) -> int:
+    """How many calculations a published solution takes: its `<<...>>` annotations, or its lines where these are more,
+    since not every calculation is annotated."""
+    lines = [line for line in solution.splitlines() if line.strip() and not line.startswith("####")]
+    return max(len(lines), solution.count("<<"), 1)
 
 
 def _digest(question: str) -> str:

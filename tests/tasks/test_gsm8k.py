@@ -151,3 +151,19 @@ def test_real_problems_divide_into_halves_and_answers_are_numbers():
     prover = sum(half_of(problem.id) == "prover" for problem in problems)
     assert 0.47 < prover / len(problems) < 0.53
     assert all(parse_number(problem.answer) == published(problem) for problem in problems)
+
+
+def test_max_steps_keeps_only_problems_with_short_published_solutions(tmp_path):
+    solutions = [
+        "1+1 = <<1+1=2>>2\n#### 2",
+        "1+1 = <<1+1=2>>2\n2+2 = <<2+2=4>>4\n#### 4",
+        "Let x be it.\nThen 2x = 6.\nSo x = 3.\n#### 3",  # three lines without any annotation
+        "a = <<1+1=2>>2, b = <<2+2=4>>4, c = <<4+4=8>>8\n#### 8",
+    ]
+    rows = [json.dumps({"question": f"question {i}?", "answer": text}).encode() for i, text in enumerate(solutions)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_bytes(b"\n".join(rows))
+    task = Gsm8k(Gsm8kTask(path=tmp_path, max_steps=2))
+    assert [p.question for p in task.problems("train")] == ["question 0?", "question 1?"]
+    limited = Gsm8k(Gsm8kTask(path=tmp_path, max_steps=2, limit=1))
+    assert [p.question for p in limited.problems("test")] == ["question 0?"]
