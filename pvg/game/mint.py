@@ -51,13 +51,16 @@ async def mint(session: Session) -> None:
     game, state = session.experiment.game, session.state
     chunks = plan(session)
     per_problem = game.mint_samples
-    info = session.begin("rollouts", sum(len(chunk.problems) for chunk in chunks) * per_problem)
-    started, rollouts_done = time.perf_counter(), sum(len(c.problems) for c in chunks[: state.step]) * per_problem
+    rollouts_done = sum(len(chunk.problems) for chunk in chunks[: state.step]) * per_problem
+    info = session.begin("rollouts", sum(len(chunk.problems) for chunk in chunks) * per_problem, rollouts_done)
+    started = time.perf_counter()
     loaded: str | None = None
     for chunk in chunks[state.step :]:
         version, chunk_started = session.state.version, time.perf_counter()
         if chunk.source != loaded:
-            version += 1
+            # A source is one version, also where a resumed process has to load it again.
+            begun = chunk.number > 0 and chunks[chunk.number - 1].source == chunk.source
+            version += not begun
             with session.budget.part("sync"):
                 await load_source(session, chunk.source, version)
             loaded = chunk.source

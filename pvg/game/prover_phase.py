@@ -30,7 +30,7 @@ def prover_weights_name(round_: int) -> str:
 
 async def train_prover(session: Session) -> None:
     """Play the phase from the last committed step on and enter CHECKPOINT."""
-    info = session.begin("steps", session.experiment.training.steps)
+    info = session.begin("steps", session.experiment.training.steps, session.state.step)
     started = time.perf_counter()
     verifier, threshold = open_round_verifier(session, session.state.round)
     learner = session.players.base.copy()

@@ -74,9 +74,10 @@ class Session:
 
     # --- telling -----------------------------------------------------------------------------------------------
 
-    def begin(self, unit: str, total: int) -> PhaseInfo:
+    def begin(self, unit: str, total: int, done: int = 0) -> PhaseInfo:
+        """Open a phase of `total` units, `done` of them in an earlier process; tell everybody who watches."""
         state = self.state
-        info = PhaseInfo(state.round, self.experiment.game.rounds, state.phase.value, unit, total, state.step)
+        info = PhaseInfo(state.round, self.experiment.game.rounds, state.phase.value, unit, total, done)
         self.observer.phase_started(info)
         self.ledger.log.event("phase", event="start", round=state.round, phase=state.phase.value, step=state.step)
         self.budget.close()

@@ -35,7 +35,7 @@ def verifier_weights_name(round_: int) -> str:
 async def train_verifier(session: Session) -> None:
     """Play the phase from the last committed step on and enter TRAIN_PROVER."""
     section, state = session.experiment.verifier, session.state
-    info = session.begin("steps", section.steps)
+    info = session.begin("steps", section.steps, state.step)
     started = time.perf_counter()
     verifier = session.players.open_verifier()
     try:
