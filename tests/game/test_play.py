@@ -1,0 +1,201 @@
+"""A whole small game through `play`, and what happens to it when files are damaged or the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import orjson
+import pytest
+from kill_drill import small_experiment
+
+from pvg.errors import StateError
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.run import play
+from pvg.records import Role
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+from pvg.tasks import half_of, open_task
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+
+
+class StopAfter(SilentObserver):
+    """Asks to stop at the first progress of a phase, as Ctrl-C does."""
+
+    def __init__(self, stop: asyncio.Event, phase: str, round_: int) -> None:
+        self._stop, self._wanted, self._now = stop, (phase, round_), ("", -1)
+        self.notices: list[str] = []
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        self._now = (info.phase, info.round)
+
+    def progressed(self, progress: Progress) -> None:
+        if self._now == self._wanted:
+            self._stop.set()
+
+    def noticed(self, message: str) -> None:
+        self.notices.append(message)
+
+
+def run_game(experiment: Experiment, root: Path, *, resume: bool = False, until: tuple[str, int] = ("", -1)):
+    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
+    stop = asyncio.Event()
+    observer = StopAfter(stop, *until)
+    with run.lock():
+        outcome = asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=resume))
+    return run, outcome, observer
+
+
+def state_of(run: RunDirectory) -> dict:
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    return state
+
+
+def rollouts_of(run: RunDirectory):
+    return [r for plain in state_of(run)["shards"] for r in RolloutShards(run.path).read(ShardInfo.from_plain(plain))]
+
+
+def weights_of(run: RunDirectory) -> dict[str, bytes]:
+    return {name: (run.weights / name / "tensors.safetensors").read_bytes() for name in state_of(run)["weights"]}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run, outcome, _ = run_game(small_experiment(), tmp_path_factory.mktemp("finished"))
+    assert outcome.status == "complete"
+    return run
+
+
+def test_a_finished_game_leaves_what_the_design_promises(finished):
+    state = state_of(finished)
+    assert state["phase"] == "complete"
+    assert [sorted(row) != [] for row in state["rounds"]] == [True, True]
+    assert sorted(state["weights"]) == [f"round-00{r}-{who}" for r in (0, 1) for who in ("prover", "verifier")]
+    manifests = sorted(path.name for path in finished.manifest.iterdir())
+    assert len(manifests) == 8
+    rows = [orjson.loads(line) for line in finished.metrics.read_bytes().splitlines()]
+    assert {row["kind"] for row in rows} >= {"step", "phase", "round"}
+    for row in rows:
+        if row["kind"] == "step":
+            assert all(seconds >= -1e-9 for seconds in row["budget"].values())
+    assert finished.experiment() == small_experiment()
+
+
+def test_prover_and_verifier_never_see_the_same_problem(finished):
+    """Invariant 4, on what was really sampled: mint problems are the verifier's, training problems the prover's."""
+    seen = {"mint": set(), "train_prover": set(), "evaluation": set()}
+    for rollout in rollouts_of(finished):
+        seen[rollout.id.split("/")[1]].add(rollout.problem_id)
+    assert all(seen.values())
+    assert {half_of(problem) for problem in seen["mint"]} == {"verifier"}
+    assert {half_of(problem) for problem in seen["train_prover"]} == {"prover"}
+    test_problems = {p.id for p in open_task(small_experiment().task).problems("test")}
+    assert seen["evaluation"] <= test_problems
+    assert not test_problems & (seen["mint"] | seen["train_prover"])
+
+
+def test_rollouts_carry_everything_for_life(finished):
+    for rollout in rollouts_of(finished):
+        assert len(rollout.logprobs) == len(rollout.completion_ids) > 0
+        assert (rollout.logprobs <= 0).all()
+        assert rollout.spans[0].start == 0
+        if "/train_prover/" in rollout.id:
+            assert rollout.score is not None
+            assert rollout.reward is not None
+            assert rollout.verifier_version
+    roles = [r.role for r in rollouts_of(finished) if "/mint/" in r.id]
+    assert roles.count(Role.SNEAKY) == roles.count(Role.HELPFUL)
+
+
+@pytest.mark.parametrize("phase", ["mint", "train_verifier", "train_prover", "checkpoint"])
+def test_ctrl_c_in_any_phase_stops_committed_and_resumes_to_the_same_weights(phase, finished, tmp_path):
+    experiment = small_experiment()
+    run, outcome, _ = run_game(experiment, tmp_path, until=(phase, 0))
+    assert outcome.status == "interrupted"
+    run, outcome, _ = run_game(experiment, tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert weights_of(run) == weights_of(finished)
+
+
+def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configuration(finished, tmp_path):
+    root = tmp_path / "copy"
+    shutil.copytree(finished.path, root / "drill")
+    run = RunDirectory.open("drill", root)
+    stop = asyncio.Event()
+    with run.lock(), pytest.raises(StateError, match="played already"):
+        asyncio.run(play(small_experiment(), run, observer=SilentObserver(), stop=stop, resume=False))
+    data = small_experiment().plain()
+    data["training"]["kl"] = 0.5
+    changed = build_experiment(data)
+    with run.lock(), pytest.raises(StateError, match=r"training\.kl: .* -> 0\.5"):
+        asyncio.run(play(changed, run, observer=SilentObserver(), stop=stop, resume=True))
+
+
+def interrupted_copy(tmp_path: Path) -> RunDirectory:
+    run, outcome, _ = run_game(small_experiment(), tmp_path, until=("train_prover", 0))
+    assert outcome.status == "interrupted"
+    return run
+
+
+def test_a_damaged_last_shard_is_noticed_and_sampled_again(finished, tmp_path):
+    run = interrupted_copy(tmp_path)
+    last = run.path / state_of(run)["shards"][-1]["path"]
+    data = bytearray(last.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    last.write_bytes(data)
+    run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert any(last.name in notice for notice in observer.notices)
+    assert weights_of(run) == weights_of(finished)
+    ids = [r.id for r in rollouts_of(run)]
+    assert ids == [r.id for r in rollouts_of(finished)]
+
+
+def test_a_half_written_state_falls_back_to_the_commit_before(finished, tmp_path):
+    run = interrupted_copy(tmp_path)
+    run.state.write_bytes(run.state.read_bytes()[:200])
+    run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert any("commit before" in notice for notice in observer.notices)
+    assert weights_of(run) == weights_of(finished)
+
+
+def test_a_full_disk_stops_the_run_with_nothing_committed_lost(finished, tmp_path):
+    """Files may grow to 300 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
+    script = f"""
+        import asyncio, resource, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from kill_drill import small_experiment
+        from pvg.errors import MissingRequirementError
+        from pvg.game.run import play
+        from pvg.store.run_directory import RunDirectory
+        from pvg.telemetry.observer import SilentObserver
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        run = RunDirectory.create(Path({str(tmp_path)!r}), "drill", small_experiment())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        game = play(small_experiment(), run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
+        with run.lock():
+            try:
+                asyncio.run(game)
+            except MissingRequirementError as error:
+                print(error)
+                raise SystemExit(error.exit_code)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert "disk is full" in done.stdout
+    run = RunDirectory.open("drill", tmp_path)
+    assert state_of(run)["phase"] == "train_verifier"
+    assert len(rollouts_of(run)) == 96
+    run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert weights_of(run) == weights_of(finished)

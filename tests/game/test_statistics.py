@@ -1,0 +1,66 @@
+"""The numbers of the tables against counts made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pvg.game.statistics import Columns, play_metrics, sample_metrics, verifier_auc
+from pvg.records import Grade, Role, Rollout, VersionSpan
+
+ROLLOUT = Rollout(
+    id="r", problem_id="p", question="q", reference="1", role=Role.HELPFUL, round=0, source="base", step=0, group=0,
+    prompt_ids=np.array([1], dtype=np.int32), completion_ids=np.array([2, 3], dtype=np.int32),
+    logprobs=np.zeros(2, dtype=np.float32), spans=(VersionSpan(0, 0),), finish_reason="stop", text="t",
+    grade=Grade(correct=True, well_formed=True),
+)  # fmt: skip
+
+
+def rollout(role, correct, well_formed=True, finish="stop"):
+    return replace(ROLLOUT, role=role, grade=Grade(correct=correct, well_formed=well_formed), finish_reason=finish)
+
+
+H, S = Role.HELPFUL, Role.SNEAKY
+SAMPLE = [
+    (rollout(H, True), 2.0),
+    (rollout(H, True), -1.0),
+    (rollout(H, False), -3.0),
+    (rollout(S, True), 1.0),
+    (rollout(S, False), 0.5),
+    (rollout(S, False), -0.5),
+    (rollout(S, False, well_formed=False, finish="length"), -9.0),
+]
+
+
+def columns(sample=SAMPLE):
+    return Columns([r for r, _ in sample], np.array([score for _, score in sample], dtype=np.float32))
+
+
+def test_play_metrics_by_hand():
+    found = play_metrics(columns(), threshold=0.0)
+    assert found["helpful_accuracy"] == pytest.approx(2 / 3)
+    assert found["sneaky_error_rate"] == pytest.approx(2 / 4)  # the malformed one is no flaw
+    assert found["fooled_rate"] == pytest.approx(1 / 2)  # 0.5 is accepted, -0.5 is not
+    assert found["accepted_helpful"] == pytest.approx(1 / 2)
+    assert found["score_helpful_correct"] == pytest.approx(0.5)
+    assert found["score_sneaky_incorrect"] == pytest.approx(0.0)
+    assert found["score_gap"] == pytest.approx(0.5)
+    assert found["malformed"] == pytest.approx(1 / 7)
+    assert found["truncated"] == pytest.approx(1 / 7)
+
+
+def test_auc_counts_malformed_solutions_as_incorrect():
+    # correct: 2, -1, 1; incorrect: -3, 0.5, -0.5, -9. Pairs won: 2 beats 4, -1 beats 2, 1 beats 4: 10 of 12.
+    assert verifier_auc(columns()) == pytest.approx(10 / 12)
+
+
+def test_what_there_is_nothing_of_is_nan_and_not_zero():
+    found = play_metrics(columns(SAMPLE[:3]), threshold=0.0)
+    assert math.isnan(found["fooled_rate"])
+    assert math.isnan(found["sneaky_error_rate"])
+    assert math.isnan(found["score_gap"])
+    assert math.isnan(sample_metrics([r for r, _ in SAMPLE[:3]], 1.0)["sneaky_error_rate"])
+    assert sample_metrics([r for r, _ in SAMPLE], 2.0)["tokens_per_s"] == pytest.approx(7 * 2 / 2.0)
