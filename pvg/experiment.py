@@ -152,8 +152,8 @@ class Training(Section):
     accumulation_steps: Count | None = None  # None: as many as the token budget needs
     learning_rate: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     gradient_clip: Positive = 1.0
@@ -207,7 +207,7 @@ class Experiment(Section):
     """A whole experiment, resolved. `arithmetic()` shows the numbers derived from it."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "modchain"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     task: TaskSection = ModchainTask()
     models: Models = Models()
     rollout: Rollouts = Rollouts()
@@ -336,15 +336,43 @@ def _impossibilities(experiment: Experiment) -> list[str]:
             f"rollout.max_rows = {rollout.max_rows} can never be filled by rollout.concurrency = "
             f"{rollout.concurrency} requests; lower the one or raise the other"
         )
-    if experiment.game.reward in ("src", "cgc", "decoupled") and experiment.game.sneaky_share in (0.0, 1.0):
+    if training.overlong_buffer > rollout.max_tokens:
         found.append(
-            f"game.reward = {experiment.game.reward!r} is for two roles, but game.sneaky_share = "
-            f"{experiment.game.sneaky_share} leaves one; set it between 0 and 1, or take 'goodhart' or 'correctness'"
+            f"training.overlong_buffer = {training.overlong_buffer} does not fit into rollout.max_tokens = "
+            f"{rollout.max_tokens}"
         )
-    if experiment.game.mint_samples < 2:
+    for player, precision in (("prover", "training.precision"), ("verifier", "verifier.precision")):
+        if getattr(experiment.models, player).dtype != "float32":
+            found.append(
+                f"models.{player}.dtype = {getattr(experiment.models, player).dtype!r} holds weights that cannot be "
+                f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
+                f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
+            )
+    return found + _impossible_roles(experiment)
+
+
+def _impossible_roles(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of the game itself."""
+    game, prompts = experiment.game, experiment.rollout.prompts
+    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward in ("src", "cgc", "decoupled")
+    found = []
+    if two_role_reward and one_role:
+        found.append(
+            f"game.reward = {game.reward!r} is for two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
+            "set it between 0 and 1, or take 'goodhart' or 'correctness'"
+        )
+    if two_role_reward and prompts == "plain":
+        found.append(
+            f"game.reward = {game.reward!r} pays the two roles for opposite things, but rollout.prompts = 'plain' "
+            "gives both the same prompt; set it to 'tag' or 'chat'"
+        )
+    if game.stop == "score_parity" and one_role:
+        found.append(
+            "game.stop = 'score_parity' compares the scores of both roles, but game.sneaky_share = "
+            f"{game.sneaky_share} leaves one; set game.stop to 'steps'"
+        )
+    if game.mint_samples < 2:
         found.append("game.mint_samples must be at least 2: a pair needs a correct and an incorrect solution")
-    if experiment.evaluation.samples < 1:
-        found.append("evaluation.samples must be at least 1")
     return found
 
 

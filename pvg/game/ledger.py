@@ -1,9 +1,9 @@
 """Commits: what a run has finished, made durable in the one order that survives a kill at any instant.
 
-A commit writes rollout shards, then the checkpoint, then syncs the appended files, and last replaces state.json. A
-process killed between any two of these finds, on the next start, the state of the last commit and files that this
-state does not name: those are deleted, and appended files are cut back to their committed length. So nothing committed
-is ever lost and nothing uncommitted is ever seen twice (invariant 1).
+A commit writes rollout shards, then the checkpoint, then syncs the appended files, then writes the manifest where it
+ends a phase, and last replaces state.json. A process killed between any two of these finds, on the next start, the
+state of the last commit and files that this state does not name: those are deleted, and appended files are cut back to
+their committed length. So nothing committed is ever lost and nothing uncommitted is ever seen twice (invariant 1).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pvg.game.states import GameState
 from pvg.records import Rollout
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
 from pvg.store.journal import JsonLines
+from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -64,10 +65,17 @@ class Ledger:
 
     # --- committing --------------------------------------------------------------------------------------------
 
-    def commit(self, state: GameState, checkpoint: Checkpoint | None = None) -> None:
+    def commit(
+        self,
+        state: GameState,
+        checkpoint: Checkpoint | None = None,
+        *,
+        finished: Mapping[str, float | None] | None = None,
+    ) -> None:
         """Make `state` and everything kept since the last commit durable.
 
         `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps the name it carries.
+        `finished` are the metrics of the phase that this commit leaves, for its manifest.
         """
         started = time.perf_counter()
         label = f"{state.phase.value}-{state.step:05d}"
@@ -82,10 +90,27 @@ class Ledger:
         self._metrics.sync()
         self._spans.sync()
         state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
+        if finished is not None:
+            self._write_manifest(state, finished)
         self._store.save(state.plain())
         self.state, self._pending = state, []
         prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
         self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
+
+    def _write_manifest(self, after: GameState, metrics: Mapping[str, float | None]) -> None:
+        """Before the state is committed: a process killed in between finishes the phase, and writes it, once more."""
+        before = self.state
+        own = [info.path for info in self._shards_of(after, before.round, before.phase.value)]
+        write_manifest(
+            self.directory,
+            before.round,
+            before.phase.value,
+            inputs={"weights": list(before.weights), "shards": len(after.shards) - len(own)},
+            outputs={"weights": [name for name in after.weights if name not in before.weights], "shards": own},
+            config_hash=after.config_hash,
+            code_version=after.code_version,
+            metrics=metrics,
+        )
 
     def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Write a player's finished weights; they count once a state that names them is committed."""
@@ -100,7 +125,11 @@ class Ledger:
 
     def shards(self, round_: int, phase: str) -> list[ShardInfo]:
         """The committed shards of one phase, in the order they were written."""
-        found = [ShardInfo.from_plain(plain) for plain in self.state.shards]
+        return self._shards_of(self.state, round_, phase)
+
+    @staticmethod
+    def _shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:
+        found = [ShardInfo.from_plain(plain) for plain in state.shards]
         return [info for info in found if info.round == round_ and info.label.startswith(f"{phase}-")]
 
     def _shard_label(self) -> str:
@@ -129,6 +158,9 @@ class Ledger:
         else:
             state = GameState.from_plain(loaded.state)
             check_same_configuration(state, experiment)
+            if state.code_version != code_version:
+                self.notices.append(f"Begun with pvg {state.code_version}, going on with {code_version}.")
+                state = replace(state, code_version=code_version)
         if loaded.notice:
             self.notices.append(loaded.notice)
             self._store.go_back()

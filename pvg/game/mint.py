@@ -72,7 +72,7 @@ async def mint(session: Session) -> None:
         session.commit(step=chunk.number + 1, version=version)
     minted = session.ledger.read_rollouts(state.round, Phase.MINT.value)
     session.finish_phase(info, sample_metrics(minted, time.perf_counter() - started), time.perf_counter() - started)
-    session.commit_state(session.state.enter(Phase.TRAIN_VERIFIER))
+    session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 
 async def load_source(session: Session, source: str, version: int) -> None:

@@ -41,7 +41,8 @@ async def train_prover(session: Session) -> None:
         session.ledger.save_weights(name, learner.weights(), {"round": session.state.round, "steps": phase.done})
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
-        session.commit_state(replace(entered, weights=(*entered.weights, name)))
+        # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
+        session.leave_phase(replace(entered, weights=(*entered.weights, name), version=phase.version))
     finally:
         learner.close()
         verifier.close()

@@ -27,7 +27,8 @@ async def checkpoint(session: Session) -> None:
     started = time.perf_counter()
     own = source_of_round(round_)
     sources = [BASE_SOURCE, own] if round_ == 0 else [own]
-    info = session.begin("rollouts", len(sources) * 2 * section.problems * section.samples)
+    problems = min(section.problems, len(session.test_problems()))
+    info = session.begin("rollouts", len(sources) * 2 * problems * section.samples)
     verifier, threshold = open_round_verifier(session, round_)
     try:
         scorer = session.players.scorer(verifier)
@@ -48,7 +49,7 @@ async def checkpoint(session: Session) -> None:
     session.observer.round_finished(round_, metrics)
     # One commit for the metrics and the move: a kill between two would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
-    session.commit_state(replace(_next(session), version=version, rounds=rounds))
+    session.leave_phase(replace(_next(session), version=version, rounds=rounds))
 
 
 def _next(session: Session) -> GameState:

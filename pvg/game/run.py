@@ -10,6 +10,7 @@ commit.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +18,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 import pvg
 from pvg.errors import ConfigurationError, StateError
@@ -30,11 +33,13 @@ from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import train_verifier
+from pvg.models.heads import VerifierModel
+from pvg.models.language_model import LanguageModel
 from pvg.records import Role
-from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.observer import Observer
+from pvg.training.trainer import checkpoint_layers
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.MINT: mint,
@@ -69,7 +74,7 @@ async def play(
         if not resume and ledger.state.phase is not Phase.INIT:
             raise StateError(f"{run.path} has been played already.", f"Continue it with: pvg train --resume {run.name}")
         try:
-            await _play_phases(session, run)
+            await _play_phases(session)
         except InterruptedByUser:
             observer.noticed("Everything up to here is committed.")
         complete = ledger.state.phase is Phase.COMPLETE
@@ -81,27 +86,13 @@ async def play(
         )
 
 
-async def _play_phases(session: Session, run: RunDirectory) -> None:
+async def _play_phases(session: Session) -> None:
     ledger = session.ledger
     if ledger.state.phase is Phase.INIT:
+        await session.players.compute(lambda: check_players_can_train(session))
         session.commit_state(ledger.state.enter(Phase.MINT))
     while ledger.state.phase is not Phase.COMPLETE:
-        before = ledger.state
-        await PHASES[before.phase](session)
-        after = ledger.state
-        write_manifest(
-            run,
-            before.round,
-            before.phase.value,
-            inputs={"weights": list(before.weights), "shards": len(before.shards)},
-            outputs={
-                "weights": [name for name in after.weights if name not in before.weights],
-                "shards": [shard["path"] for shard in after.shards[len(before.shards) :]],
-            },
-            config_hash=after.config_hash,
-            code_version=after.code_version,
-            metrics=session.phase_metrics,
-        )
+        await PHASES[ledger.state.phase](session)
 
 
 async def open_session(
@@ -138,6 +129,7 @@ def check_prompts_fit(session: Session) -> None:
     if not session.test_problems():
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
     need = longest + experiment.rollout.max_tokens
+    _check_context(session.players.base, need, "models.prover")
     budgets = {
         "training.micro_batch_tokens": (experiment.training.micro_batch_tokens, need),
         "verifier.micro_batch_tokens": (experiment.verifier.micro_batch_tokens, 2 * need),
@@ -152,10 +144,36 @@ def check_prompts_fit(session: Session) -> None:
             )
 
 
+def check_players_can_train(session: Session) -> None:
+    """Raises ConfigurationError, before anything is sampled, for what only the third phase would find out: a verifier
+    that cannot carry its head or its template or is too short for a solution, a prover that cannot be checkpointed."""
+    players, experiment = session.players, session.experiment
+    verifier = players.open_verifier()
+    try:
+        template = players.template(verifier)
+        problem = max(session.problems("verifier") + session.problems("prover"), key=lambda p: len(p.question))
+        empty = np.zeros(0, dtype=np.int32)
+        ids, _ = template.tokens(problem.question, "", empty, players.base.tokenizer.fingerprint)
+        _check_context(verifier, len(ids) + experiment.rollout.max_tokens, "models.verifier")
+    finally:
+        verifier.close()
+    if experiment.training.gradient_checkpointing:
+        with players.base.copy() as learner:
+            checkpoint_layers(learner.module)
+
+
+def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) -> None:
+    if model.max_length < need:
+        raise ConfigurationError(
+            f"{key} takes at most {model.max_length} tokens, but the longest problem and a completion may take {need}.",
+            "Lower rollout.max_tokens, or choose a model with a longer context.",
+        )
+
+
 def code_version() -> str:
     """pvg's version, with the git commit when it runs from a checkout."""
     root = Path(pvg.__file__).parent.parent
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return pvg.__version__
     command = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

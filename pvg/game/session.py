@@ -121,7 +121,9 @@ class Session:
 
     def due(self, step: int, total: int) -> bool:
         """Whether a step is a commit point by the schedule, or because the user asked to stop."""
-        return self.stop.is_set() or step % self.experiment.store.commit_every == 0 or step >= total
+        # Since the last commit, not multiples: a commit has to wait for the end of a sampled batch.
+        waited = step - self.state.step
+        return self.stop.is_set() or waited >= self.experiment.store.commit_every or step >= total
 
     def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
         """Commit the state with `changes`; raises InterruptedByUser afterwards if a stop was asked for."""
@@ -140,6 +142,12 @@ class Session:
         """Commit a state made by `GameState.enter`."""
         with self.budget.part("checkpoint"):
             self.ledger.commit(state)
+        self.check_stop()
+
+    def leave_phase(self, state: GameState) -> None:
+        """Commit the `state` that enters the next phase, and with it the manifest of the one that is finished."""
+        with self.budget.part("checkpoint"):
+            self.ledger.commit(state, finished=self.phase_metrics)
         self.check_stop()
 
     def check_stop(self) -> None:

@@ -17,7 +17,7 @@ from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
-from pvg.store.pairs import PairStream, PairView, is_held_out
+from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
 from pvg.training.optimizer import OptimizerSettings
@@ -40,7 +40,8 @@ async def train_verifier(session: Session) -> None:
     verifier = session.players.open_verifier()
     try:
         stream = _open_pairs(session)
-        session.tell_about_excluded_sources(stream.excluded)
+        if state.step == 0:  # a resumed phase has told it
+            _tell_about_sources(session, stream)
         trainer = _open_trainer(session, verifier, stream)
         while trainer.steps_done < section.steps:
             await _step(session, trainer, info)
@@ -51,7 +52,7 @@ async def train_verifier(session: Session) -> None:
         session.ledger.save_weights(name, verifier.trainable_state(), meta)
         session.finish_phase(info, metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.TRAIN_PROVER)
-        session.commit_state(replace(entered, weights=(*entered.weights, name)))
+        session.leave_phase(replace(entered, weights=(*entered.weights, name)))
     finally:
         verifier.close()
 
@@ -62,7 +63,32 @@ def _open_pairs(session: Session) -> PairStream:
     shards = session.ledger.shards(round_, Phase.MINT.value)
     view = PairView(session.ledger.rollout_shards, shards, keep=lambda problem_id: not is_held_out(problem_id, share))
     weights = source_weights(game, sources_for_round(round_))
-    return PairStream(view, weights, seed_for(session.seed, round_, "pairs"))
+    seed = seed_for(session.seed, round_, "pairs")
+    stream = PairStream(view, weights, seed)
+    if session.experiment.verifier.loss == "cross_entropy" and not stream.pairs_available:
+        return UnpairedStream(view, weights, seed)
+    return stream
+
+
+class UnpairedStream(PairStream):
+    """For cross-entropy where no problem has both kinds: each solution counts by itself, so a correct one may stand
+    beside an incorrect one of another problem. Sources are those of the correct sides."""
+
+    def draw(self, step: int, n: int) -> Pairs:
+        """n correct and n incorrect solutions, side by side."""
+        singles = self.balanced_singles(step, 2 * n)
+        return Pairs(singles.rows_N[0::2], singles.rows_N[1::2], singles.sources_N[0::2])
+
+
+def _tell_about_sources(session: Session, stream: PairStream) -> None:
+    if isinstance(stream, UnpairedStream):
+        message = (
+            "No problem has both correct and incorrect solutions: correct ones stand beside those of other problems."
+        )
+        session.alert([Alert("unpaired", message)], 0)
+    session.tell_about_excluded_sources(
+        stream.excluded_singles if isinstance(stream, UnpairedStream) else stream.excluded
+    )
 
 
 def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream) -> Trainer[VerifierBatch]:

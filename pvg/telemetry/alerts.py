@@ -36,8 +36,8 @@ class Alerts:
     def check(self, metrics: Mapping[str, float]) -> list[Alert]:
         """The alerts that begin with this step."""
         self._average(metrics)
-        found = {alert.name: alert for alert in self._conditions(metrics)}
-        new = [alert for name, alert in found.items() if name not in self.active]
+        found = self._conditions(metrics)
+        new = [alert for condition, alert in found.items() if condition not in self.active]
         self.active = set(found)
         return new
 
@@ -59,29 +59,28 @@ class Alerts:
         if "fooled_rate" in self.averages:
             self.lowest_fooled = min(self.lowest_fooled, self.averages["fooled_rate"])
 
-    def _conditions(self, metrics: Mapping[str, float]) -> list[Alert]:
-        found = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)][:1]
+    def _conditions(self, metrics: Mapping[str, float]) -> dict[str, Alert]:
+        """What holds now, by condition: both roles can collapse, one after the other."""
+        infinite = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)]
+        found = {"nan": infinite[0]} if infinite else {}
         mean, limits = self.averages, self.settings
         collapses = [("helpful_accuracy", "helpful role hardly writes correct solutions any more")]
         if self.two_roles:
             collapses.append(("sneaky_error_rate", "sneaky role hardly writes wrong solutions any more"))
         for name, what in collapses:
             if mean.get(name, 1.0) < limits.sneaky_collapse:
-                found.append(Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}."))
+                found[f"collapse {name}"] = Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}.")
         if mean.get("zero_signal", 0.0) > limits.zero_signal:
             share = mean["zero_signal"]
-            found.append(Alert("zero_signal", f"{share:.0%} of the groups have one reward for all: no gradient."))
+            found["zero_signal"] = Alert(
+                "zero_signal", f"{share:.0%} of the groups have one reward for all: no gradient."
+            )
         if mean.get("truncated", 0.0) > limits.truncation:
             share = mean["truncated"]
-            found.append(
-                Alert("truncation", f"{share:.0%} of the rollouts hit the length limit; raise rollout.max_tokens.")
-            )
+            message = f"{share:.0%} of the rollouts hit the length limit; raise rollout.max_tokens."
+            found["truncation"] = Alert("truncation", message)
         rise = mean.get("fooled_rate", 0.0) - self.lowest_fooled
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
-            found.append(
-                Alert(
-                    "goodharting",
-                    f"The score gap closed while the fooled rate rose by {rise:.2f}: the verifier is beaten.",
-                )
-            )
+            message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the verifier is beaten."
+            found["goodharting"] = Alert("goodharting", message)
         return found

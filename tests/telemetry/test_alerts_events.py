@@ -70,3 +70,10 @@ def test_event_lines_stay_one_line_and_quote_blanks(tmp_path):
     assert 'wall_ms=1.23457 note="two words\\nand a line"' in first
     assert second.endswith("event=write.done")
     assert format_event("x", a="").endswith('a=""')
+
+
+def test_the_second_role_to_collapse_is_told_of_too():
+    alerts = Alerts(Telemetry(), two_roles=True)
+    sick = HEALTHY | {"sneaky_error_rate": 0.0}
+    assert names_of_many(alerts, sick) == ["collapse"]
+    assert names_of_many(alerts, sick | {"helpful_accuracy": 0.0}) == ["collapse"]

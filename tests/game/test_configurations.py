@@ -1,0 +1,182 @@
+"""Games off the beaten track: settings at their limits play to the end, and what cannot work is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_drill import differences, fingerprint, small_experiment
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.run import Outcome, play
+from pvg.store.journal import read_json_lines
+from pvg.store.manifest import read_manifests
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+
+PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
+
+
+def changed(settings: dict[str, Any]) -> Experiment:
+    """The drill's experiment, one round of it, with `settings` by dotted key."""
+    plain = small_experiment().plain()
+    for key, value in {"game.rounds": 1, **settings}.items():
+        section, name = key.split(".")
+        plain.setdefault(section, {})[name] = value
+    return build_experiment(plain)
+
+
+class StopAt(SilentObserver):
+    """Sets `stop` at event number `count` of a phase: its beginning, and each of its steps."""
+
+    def __init__(self, stop: asyncio.Event, phase: str, count: int) -> None:
+        self._stop, self._phase, self._count, self._now = stop, phase, count, ""
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        self._now = info.phase
+        self.progressed(Progress(info.done))
+
+    def progressed(self, progress: Progress) -> None:
+        if self._now == self._phase:
+            self._count -= 1
+            if self._count == 0:
+                self._stop.set()
+
+
+def played(
+    experiment: Experiment, root: Path, *, stop_at: tuple[str, int] = ("", 0), resume: bool = False
+) -> tuple[Outcome, RunDirectory]:
+    async def work() -> Outcome:
+        stop = asyncio.Event()
+        return await play(experiment, run, observer=StopAt(stop, *stop_at), stop=stop, resume=resume)
+
+    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
+    with run.lock():
+        return asyncio.run(work()), run
+
+
+def rows(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_json_lines(run.metrics) if row["kind"] == kind]
+
+
+# Nothing but the same answer, right or wrong, to each problem: no group with a signal, no problem with both kinds.
+ONE_ANSWER = {
+    "rollout.temperature": 0.001,
+    "rollout.max_tokens": 48,
+    "task.min_terms": 7,
+    "task.max_terms": 7,
+    "game.reward": "correctness",
+    "game.sneaky_share": 0.0,
+    "game.mint_samples": 2,
+    "game.mint_problems": 48,
+}
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "no prover step": {"training.steps": 0, "game.rounds": 2},
+    "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
+    "one role": {"game.reward": "goodhart", "game.sneaky_share": 0.0},
+    "recomputed log-probs of a cut distribution": {"rollout.logprobs": "recomputed", "rollout.top_p": 0.9},
+    "score parity": {"game.stop": "score_parity", "game.stop_min_steps": 2, "training.steps": 12},
+    "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
+    "checkpointed layers": {"training.gradient_checkpointing": True},
+    "no signal and no pairs": {"training.loss": "dapo", "verifier.loss": "cross_entropy", **ONE_ANSWER},
+}
+
+
+@pytest.mark.parametrize("settings", LIMITS.values(), ids=LIMITS.keys())
+def test_settings_at_their_limits_play_to_the_end(settings: dict[str, Any], tmp_path: Path) -> None:
+    experiment = changed(settings)
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    assert len(outcome.rounds) == experiment.game.rounds
+    assert [m.phase for m in read_manifests(run)] == PHASES * experiment.game.rounds
+
+
+def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_path: Path) -> None:
+    _, run = played(changed(LIMITS["no signal and no pairs"]), tmp_path)
+    prover = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
+    assert any(metrics.get("skipped") == 1.0 and "loss" not in metrics for metrics in prover)
+    verifier = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_verifier"]
+    assert len(verifier) == 7
+    names = {row["name"] for row in rows(run, "alert")}
+    assert {"unpaired", "zero_signal"} <= names
+    assert "source_excluded" not in names
+
+
+def test_resumed_within_batches_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
+    experiment = changed(LIMITS["the last step ends within a batch"])
+    played(experiment, tmp_path / "whole")
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 4))  # the third step
+    assert outcome.status == "interrupted"
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+
+
+def test_commits_keep_their_distance_where_batches_end_elsewhere(tmp_path: Path) -> None:
+    # Batches end at steps 4, 8 and 12: no multiple of 3 before the last.
+    experiment = changed({"training.minibatches": 4, "training.steps": 12, "training.groups": 4})
+    _, run = played(experiment, tmp_path)
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    assert sum("train_prover" in shard["path"] for shard in state["shards"]) == 3
+
+
+@pytest.mark.parametrize(("phase", "count"), [("mint", 3), ("train_verifier", 8), ("train_prover", 8)])
+def test_a_phase_stopped_on_the_way_leaves_the_manifest_of_a_whole_one(phase: str, count: int, tmp_path: Path) -> None:
+    experiment = changed({})
+    _, whole = played(experiment, tmp_path / "whole")
+    played(experiment, tmp_path / "stopped", stop_at=(phase, count))
+    _, stopped = played(experiment, tmp_path / "stopped", resume=True)
+    # Shards are cut where commits are, which an interruption may move: what has to agree is which there are.
+    for before, after in zip(read_manifests(whole), read_manifests(stopped), strict=True):
+        assert (before.phase, before.outputs["weights"]) == (after.phase, after.outputs["weights"])
+        assert after.outputs["shards"] == sorted(
+            str(path.relative_to(stopped.path)) for path in stopped.rollouts.glob(f"*/{after.phase}-*.arrow")
+        )
+
+
+def test_a_stop_in_the_last_commit_of_a_phase_keeps_its_manifest(tmp_path: Path) -> None:
+    outcome, run = played(changed({}), tmp_path, stop_at=("checkpoint", 1))
+    assert outcome.status == "complete"
+    assert [m.phase for m in read_manifests(run)] == PHASES
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"verifier.head": "yes_token"}, "no single tokens"),
+        ({"rollout.max_tokens": 125}, "takes at most 128 tokens"),
+    ],
+)
+def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    experiment = changed(settings)
+    with pytest.raises(ConfigurationError, match=message):
+        played(experiment, tmp_path)
+    assert not (tmp_path / "drill" / "state.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.prompts": "plain"}, "gives both the same prompt"),
+        ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
+        ({"training.overlong_buffer": 41}, "does not fit into rollout.max_tokens = 40"),
+        ({"training.beta2": 1.0}, "less than 1"),
+        ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
+        ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),
+    ],
+)
+def test_what_cannot_work_is_no_experiment(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        changed(settings)
+
+
+def test_a_game_without_roles_may_give_the_bare_question() -> None:
+    settings = {"rollout.prompts": "plain", "game.reward": "correctness", "game.sneaky_share": 0.0}
+    assert changed(settings).rollout.prompts == "plain"
