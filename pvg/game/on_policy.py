@@ -46,7 +46,7 @@ class OnPolicySource:
         with budget.part("rollout"):
             rollouts = await self._sample(number)
         sampled_s = time.perf_counter() - started
-        hits, misses = self.scorer.stats.hits, self.scorer.stats.misses
+        before = self.scorer.stats
         with budget.part("score"):
             scores_N = await self.scorer.score(rollouts)
         with budget.part("credit"):
@@ -60,12 +60,13 @@ class OnPolicySource:
             ]
         )
         self.batches_done += 1
-        looked_up = self.scorer.stats.hits + self.scorer.stats.misses - hits - misses
+        after = self.scorer.stats
+        spared = after.hits + after.shared - before.hits - before.shared  # cached, or the same as another of the batch
         self.metrics = play_metrics(Columns(rollouts, scores_N), self.threshold) | {
             "reward_mean": float(rewards_N.mean()),
             "zero_signal": zero_signal_groups(rewards_N, batch.group_ids_N, batch.role_ids_N),
             "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / sampled_s,
-            "cache_hit_rate": (self.scorer.stats.hits - hits) / max(1, looked_up),
+            "cache_hit_rate": spared / len(rollouts),
             "staleness": float(session.players.engine.version - min(r.version for r in rollouts)),
             "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
         }

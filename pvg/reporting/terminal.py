@@ -184,22 +184,22 @@ def headline(summary: RunSummary) -> Text:
 
 
 def phases_table(summary: RunSummary) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("round", justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET, expand=True)
+    table.add_column("round", justify="right", no_wrap=True)
     table.add_column("phase", no_wrap=True)
-    table.add_column("steps", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("", style=QUIET, overflow="ellipsis", no_wrap=True)
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("", style=QUIET, overflow="fold", ratio=1)
     longest = max((phase.seconds for phase in summary.phases if phase.seconds is not None), default=0.0)
     for phase in summary.phases:
-        bar = "━" * round(12 * phase.seconds / longest) if phase.seconds and longest > 0 else ""
+        bar = "━" * round(8 * phase.seconds / longest) if phase.seconds and longest > 0 else ""
         facts = "  ".join(f"{shown(name).label} {figure(name, value)}" for name, value in phase.highlights())
         table.add_row(
             str(phase.round),
             phase_label(phase.phase),
             str(phase.steps) if phase.steps else "",
             duration(phase.seconds) if phase.finished else Text("unfinished", style="yellow"),
-            Text.assemble((f"{bar:<12}", VERIFIER), "  ", facts),
+            Text.assemble((f"{bar:<8}", VERIFIER), "  ", facts),
         )
     return table
 
@@ -208,7 +208,7 @@ def metrics_table(summary: RunSummary) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
     table.add_column("")
     for heading in ("first", "last", "lowest", "highest"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("over the steps", style=VERIFIER, no_wrap=True)
     for name in KEY_METRICS:
         values = summary.series(name, HOME.get(name)) or summary.series(name)
