@@ -71,7 +71,11 @@ async def mint(session: Session) -> None:
         session.report_step(info, rollouts_done, sample_metrics(rollouts, time.perf_counter() - chunk_started))
         session.commit(step=chunk.number + 1, version=version)
     minted = session.ledger.read_rollouts(state.round, Phase.MINT.value)
-    session.finish_phase(info, sample_metrics(minted, time.perf_counter() - started), time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    metrics = sample_metrics(minted, seconds)
+    if state.step:  # an earlier process sampled a part of it, in seconds that this one does not know
+        del metrics["tokens_per_s"]
+    session.finish_phase(info, metrics, seconds)
     session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 

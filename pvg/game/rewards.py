@@ -3,8 +3,8 @@
 Formulas: Kirchner et al. 2024 (arXiv 2407.13692) for src, cgc, goodhart and correctness; Kim and Lee
 (arXiv 2602.23248) for decoupled. c = correct, h = helpful (both 0/1), V = the verifier's score.
 
-A malformed solution is no solution of either role: it is never role-aligned, and is paid no more than any misaligned
-one. Without that rule the sneaky role's cheapest flaw is to write no solution at all.
+A malformed solution is no solution of either role: it is never role-aligned, and is paid no more than it would be as a
+misaligned one. Without that rule the sneaky role's cheapest flaw is to write no solution at all.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def cgc(outcomes: Outcomes, game: Game) -> Float32:
     if lowest <= game.cgc_floor:
         raise ValueError(
             f"cgc needs game.cgc_floor below every score, but a role-aligned solution scored {lowest:.3f} against a "
-            f"floor of {game.cgc_floor}; set game.cgc_floor lower"
+            f"floor of {game.cgc_floor}; start a new run with game.cgc_floor far below the verifier's scores"
         )
     return np.where(aligned_N, outcomes.scores_N, game.cgc_floor)
 

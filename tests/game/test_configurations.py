@@ -139,6 +139,15 @@ def test_a_phase_stopped_on_the_way_leaves_the_manifest_of_a_whole_one(phase: st
         )
 
 
+def test_a_resumed_mint_states_no_rate_for_the_time_it_did_not_see(tmp_path: Path) -> None:
+    experiment = changed({"training.steps": 1, "verifier.steps": 1})
+    played(experiment, tmp_path, stop_at=("mint", 4))  # after the last chunk
+    _, run = played(experiment, tmp_path, resume=True)
+    (mint,) = [row for row in rows(run, "phase") if row["phase"] == "mint"]
+    assert "tokens_per_s" not in mint["metrics"]
+    assert mint["metrics"]["rollouts"] == 24 * 4
+
+
 def test_a_stop_in_the_last_commit_of_a_phase_keeps_its_manifest(tmp_path: Path) -> None:
     outcome, run = played(changed({}), tmp_path, stop_at=("checkpoint", 1))
     assert outcome.status == "complete"
