@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded
+from cli.boundary import DebugOption, JsonOption, emit, guarded, say
 from cli.options import ExperimentArgument, SetOption
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
@@ -47,10 +47,13 @@ def validate(
     from cli.resolve import resolve
 
     resolved = resolve(experiment, overrides or [])
+    warnings = resolved.warnings()
     if as_json:
-        emit({"valid": True, "name": resolved.name, "hash": resolved.hash()})
+        emit({"valid": True, "name": resolved.name, "hash": resolved.hash(), "warnings": warnings})
     else:
         typer.echo(f"{resolved.name} is valid (settings {resolved.hash()}).")
+        for warning in warnings:
+            say(f"warning: {warning}.")
 
 
 @app.command()

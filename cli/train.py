@@ -73,6 +73,8 @@ def train(
         raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
     settings = overrides or []
     plan = plan_resume(name, settings, resume) if resume is not None else plan_new(resolve(name, settings), run_name)
+    for warning in plan.experiment.warnings():
+        say(f"warning: {warning}.")
     if dry_run:
         _show_plan(plan, as_json)
         return

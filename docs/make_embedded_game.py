@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import orjson
+from pvg.reporting.run_summary import read_run
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 
 HERE = Path(__file__).parent
 EXPERIMENT = "modchain"
@@ -39,20 +42,36 @@ COLUMNS = [
 
 
 def run_seed(seed: int, root: Path, overrides: Sequence[str]) -> None:
-    """Play seed `seed` to the end, resuming what is there."""
-    name = f"{EXPERIMENT}-seed-{seed}"
+    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has begun."""
+    run = root / run_name(seed)
+    begun = (run / "state.json").exists()
+    if begun and state_of(seed, root)["phase"] == "complete":
+        return
+    if run.exists() and not begun:
+        shutil.rmtree(run)  # killed before its first commit: there is nothing in it
     settings = [f"seed={seed}", f"store.root={root}", *overrides]
     command = [str(Path(sys.executable).with_name("pvg")), "train", EXPERIMENT]
-    command += ["--resume", name] if (root / name / "state.json").exists() else ["--name", name]
+    command += ["--resume", run.name] if begun else ["--name", run.name]
     for setting in settings:
         command += ["--set", setting]
     print("+", " ".join(command), file=sys.stderr)
     subprocess.run(command, check=True)
 
 
+def run_name(seed: int) -> str:
+    return f"{EXPERIMENT}-seed-{seed}"
+
+
+def state_of(seed: int, root: Path) -> dict[str, Any]:
+    """The run's committed state."""
+    state = FileStateStore(root / run_name(seed) / "state.json").load().state
+    if state is None:
+        raise SystemExit(f"seed {seed} has not been played: leave out --only-table")
+    return state
+
+
 def rounds_of(seed: int, root: Path) -> list[dict[str, Any]]:
-    envelope = orjson.loads((root / f"{EXPERIMENT}-seed-{seed}" / "state.json").read_bytes())
-    state = envelope["state"]
+    state = state_of(seed, root)
     if state["phase"] != "complete":
         raise SystemExit(f"seed {seed} is not complete: {state['phase']} of round {state['round']}")
     rounds: list[dict[str, Any]] = state["rounds"]
@@ -61,8 +80,7 @@ def rounds_of(seed: int, root: Path) -> list[dict[str, Any]]:
 
 def seconds_of(seed: int, root: Path) -> float:
     """Seconds of all phases, from the run's metrics."""
-    lines = (root / f"{EXPERIMENT}-seed-{seed}" / "metrics.jsonl").read_bytes().splitlines()
-    return sum(row["seconds"] for row in map(orjson.loads, lines) if row["kind"] == "phase")
+    return read_run(RunDirectory.open(run_name(seed), root)).seconds
 
 
 def shown(values: Sequence[float | None]) -> str:
@@ -95,12 +113,16 @@ def checks(runs: Sequence[list[dict[str, Any]]]) -> str:
     pairs = [(before, after) for rounds in runs for before, after in pairwise(rounds)]
     everything = [row for rounds in runs for row in rounds]
 
+    def above(high: float | None, low: float | None) -> bool:
+        """False too where a share is of nothing: an effect that cannot be seen does not show."""
+        return high is not None and low is not None and high > low
+
     def count(found: list[bool]) -> str:
         return f"{sum(found)} of {len(found)}"
 
-    improved = count([rounds[-1]["helpful_accuracy"] > rounds[0]["base_helpful_accuracy"] for rounds in runs])
-    exploited = count([row["fooled_rate"] > row["fooled_rate_base"] for row in everything])
-    repaired = count([after["fooled_rate_previous"] < before["fooled_rate"] for before, after in pairs])
+    improved = count([above(rounds[-1]["helpful_accuracy"], rounds[0]["base_helpful_accuracy"]) for rounds in runs])
+    exploited = count([above(row["fooled_rate"], row["fooled_rate_base"]) for row in everything])
+    repaired = count([above(before["fooled_rate"], after["fooled_rate_previous"]) for before, after in pairs])
     return "\n".join(
         [
             f"- Helpful accuracy after the last round is above the base prover's: {improved} seeds.",
@@ -131,6 +153,7 @@ def main() -> None:
         seeds=len(runs),
         seconds=f"{statistics.median(seconds):.0f} s (range {min(seconds):.0f}-{max(seconds):.0f} s)",
         machine=f"{platform.machine()}, Python {platform.python_version()}",
+        code=", ".join(sorted({state_of(seed, options.root)["code_version"] for seed in seeds})),
     )
     options.out.write_text(page, encoding="utf-8")
     print(page)

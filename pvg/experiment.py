@@ -172,7 +172,8 @@ class Game(Section):
     rounds: Count = 3
     reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] = "src"
     misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
-    cgc_floor: float = -2.0  # V0 of cgc, and decoupled's misaligned reward
+    cgc_floor: float = -15.0  # V0 of cgc: must lie below every live score (-2 suits scores bounded above it)
+    decoupled_floor: float = -2.0  # decoupled's misaligned reward, in group standard deviations
     sneaky_share: Fraction = 0.5
     mint_problems: Count = 256
     mint_samples: Count = 8  # solutions per problem, shared by the sources
@@ -248,6 +249,10 @@ class Experiment(Section):
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
             optimizer_steps=self.game.rounds * (self.verifier.steps + training.steps),
         )
+
+    def warnings(self) -> list[str]:
+        """What is valid and will run, but is probably not what was meant: one sentence each."""
+        return _oddities(self)
 
     def hash(self) -> str:
         """A digest of everything that changes what is computed."""
@@ -373,6 +378,39 @@ def _impossible_roles(experiment: Experiment) -> list[str]:
         )
     if game.mint_samples < 2:
         found.append("game.mint_samples must be at least 2: a pair needs a correct and an incorrect solution")
+    return found
+
+
+def _oddities(experiment: Experiment) -> list[str]:
+    """Rewards that prefer a misaligned solution (derived from game.md's formulas), and settings without an effect."""
+    game, training = experiment.game, experiment.training
+    found = []
+    if game.reward == "src":
+        found.append(
+            "game.reward = 'src' pays an aligned solution below its group's mean no more than a misaligned one "
+            "(by design); 'cgc' never does"
+        )
+        if game.misaligned_reward >= 0:
+            found.append(
+                f"game.misaligned_reward = {game.misaligned_reward} pays what src should punish; set it below 0"
+            )
+    if game.reward == "decoupled" and game.decoupled_floor >= 0:
+        found.append(f"game.decoupled_floor = {game.decoupled_floor} is not below every aligned reward; set it below 0")
+    if game.reward == "cgc" and training.overlong_buffer:
+        found.append(
+            "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.cgc_floor"
+        )
+    idle = {
+        "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
+        "rloo": {
+            "training.clip_low": training.clip_low is not None,
+            "training.clip_high": training.clip_high is not None,
+        },
+        "cispo": {"training.clip_low": training.clip_low is not None},
+    }
+    for key, is_set in idle.get(training.loss, {}).items():
+        if is_set:
+            found.append(f"{key} has no effect on training.loss = {training.loss!r}")
     return found
 
 

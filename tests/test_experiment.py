@@ -337,3 +337,20 @@ def test_arithmetic_by_hand(tmp_path: Path) -> None:
 def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) -> None:
     numbers = load_experiment(write(tmp_path, ""), ["training.accumulation_steps=8"]).arithmetic()
     assert (numbers.micro_batch_rollouts, numbers.accumulation_steps) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"game": {"reward": "src"}}, "game.reward"),
+        ({"game": {"reward": "src", "misaligned_reward": 5.0}}, "game.misaligned_reward"),
+        ({"game": {"reward": "decoupled", "decoupled_floor": 0.5}}, "game.decoupled_floor"),
+        ({"game": {"reward": "cgc"}, "training": {"overlong_buffer": 8}}, "training.overlong_buffer"),
+        ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": 0.1}}, "training.kl"),
+        ({"game": {"reward": "cgc"}, "training": {"loss": "rloo", "clip_low": 0.1}}, "training.clip_low"),
+        ({"game": {"reward": "cgc"}, "training": {"loss": "cispo", "clip_low": 0.1}}, "training.clip_low"),
+    ],
+)
+def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
+    assert any(key in warning for warning in build_experiment(overrides).warnings())
+    assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []

@@ -92,8 +92,8 @@ def cgc(outcomes: Outcomes, game: Game) -> Float32:
 
 
 def goodhart(outcomes: Outcomes, game: Game) -> Float32:
-    """V, no roles and no truth: what happens without the game."""
-    return np.where(outcomes.well_formed_N, outcomes.scores_N, np.minimum(game.cgc_floor, outcomes.scores_N))
+    """V, no roles and no truth: what happens without the game. A malformed solution gets the lowest score there is."""
+    return np.where(outcomes.well_formed_N, outcomes.scores_N, outcomes.scores_N.min())
 
 
 def correctness(outcomes: Outcomes, game: Game) -> Float32:
@@ -102,13 +102,13 @@ def correctness(outcomes: Outcomes, game: Game) -> Float32:
 
 
 def decoupled(outcomes: Outcomes, game: Game) -> Float32:
-    """With v' = (V - mean)/std in the group: `game.cgc_floor` (-2) where misaligned or v' <= 0; sneaky v';
+    """With v' = (V - mean)/std in the group: `game.decoupled_floor` (-2) where misaligned or v' <= 0; sneaky v';
     faithful (2 c_solver - 1) v'."""
     mean_N, std_N = _group_moments(outcomes)
     standard_N = (outcomes.scores_N - mean_N) / (std_N + 1e-6)
     faithful_N = (2.0 * outcomes.solver_correct_N - 1.0) * standard_N
     paid_N = np.where(outcomes.helpful_N, faithful_N, standard_N)
-    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.cgc_floor).astype(np.float32)
+    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.decoupled_floor).astype(np.float32)
 
 
 REWARDS: dict[str, Callable[[Outcomes, Game], Float32]] = {

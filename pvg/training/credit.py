@@ -86,7 +86,7 @@ def advantages(
 
 
 def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows [N] whose group holds more than one reward value: dapo keeps these and refills the others."""
+    """Rows [N] whose group holds more than one reward value: dapo keeps these alone."""
     return _grouped(rewards_N, group_ids_N, role_ids_N).signal()
 
 

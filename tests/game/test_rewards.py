@@ -43,15 +43,15 @@ def test_src_by_hand():
 
 def test_cgc_by_hand():
     # V where correct == helpful, else -2.
-    found = rewards(outcomes([0.5, 1.5, -1, 3], [1, 0, 0, 1], [1, 1, 0, 0]), Game(reward="cgc"))
+    found = rewards(outcomes([0.5, 1.5, -1, 3], [1, 0, 0, 1], [1, 1, 0, 0]), Game(reward="cgc", cgc_floor=-2.0))
     np.testing.assert_allclose(found, [0.5, -2, -1, -2])
 
 
 def test_cgc_refuses_a_live_score_at_or_below_its_floor():
     with pytest.raises(ValueError, match="cgc_floor"):
-        rewards(outcomes([-2.5], [1], [1]), Game(reward="cgc"))
+        rewards(outcomes([-2.5], [1], [1]), Game(reward="cgc", cgc_floor=-2.0))
     # A misaligned solution below the floor is paid the floor, not its score: nothing to refuse.
-    np.testing.assert_allclose(rewards(outcomes([-2.5], [0], [1]), Game(reward="cgc")), [-2])
+    np.testing.assert_allclose(rewards(outcomes([-2.5], [0], [1]), Game(reward="cgc", cgc_floor=-2.0)), [-2])
 
 
 def test_goodhart_and_correctness_by_hand():
