@@ -6,6 +6,7 @@ pvg report RUN       read what it left behind
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -13,6 +14,9 @@ import typer
 from cli import config, doctor, report, rollout, train
 from cli.boundary import Commands
 from pvg import __version__
+
+# transformers draws progress bars of its own while it unpacks weights, right through the live display.
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 app = typer.Typer(
     name="pvg",
