@@ -28,7 +28,7 @@ class Plan:
 def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan:
     """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists."""
     root = experiment.store.root
-    wanted = name or f"{experiment.name}{suffix}"
+    wanted = f"{experiment.name}{suffix}" if name is None else name
     free, number = wanted, 1
     while name is None and (root / free).exists():
         number += 1
@@ -99,7 +99,7 @@ def _newest(root: Path, experiment: str) -> RunDirectory:
 def _refuse_unplayable(run: RunDirectory) -> None:
     summary = read_run(run)
     if summary.status == "complete":
-        raise UsageError(f"The run {run.name!r} is complete.", f"Look at it with: pvg report {run.name}")
+        raise UsageError(f"The run {run.name!r} is complete.", f"Look at it with: {report_command(run)}")
     if summary.status == "samples":
         raise UsageError(f"The run {run.name!r} holds samples of `pvg rollout`, not a game.", "Start one: pvg train")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pvg.errors import StateError
 from pvg.records import Role, Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -47,7 +48,10 @@ def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
 
     Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
     """
-    state = FileStateStore(run.state).load().state or {}
+    try:
+        state = FileStateStore(run.state).load().state or {}
+    except StateError:  # no commit is valid; the summary of the run says so
+        return []
     infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
     shards = RolloutShards(run.path)
     unscored: list[Example] = []

@@ -1,4 +1,4 @@
-"""A run directory read into plain data: what `pvg report`, the end of `pvg train` and the HTML page all show.
+"""A run directory read into plain data: what `pvg report` and the end of `pvg train` show.
 
 Reads experiment.toml, state.json and metrics.jsonl; the last two need not be finished, or even be there. A torn
 last line (the run was killed while writing it, or writes it now) is left out and noted. Where a step is told twice the
@@ -116,7 +116,7 @@ def read_run(run: RunDirectory) -> RunSummary:
     experiment = run.experiment()
     notes: list[str] = []
     state = _committed_state(run, notes)
-    records = list(_records(run, notes))
+    records = _known(list(_records(run, notes)), run, notes)
     rounds = dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ())))
     rounds |= {record["round"]: _finite(record["metrics"]) for record in records if record["kind"] == "round"}
     steps = _steps(records)
@@ -191,6 +191,30 @@ def _records(run: RunDirectory, notes: list[str]) -> Iterable[dict[str, Any]]:
         notes.append(f"{error.message} What follows it is not shown.")
     if reader.torn:
         notes.append(f"The last line of {run.metrics.name} is torn and was left out.")
+
+
+# What a record of each kind must hold to be shown.
+FIELDS: dict[str, dict[str, type]] = {
+    "step": {"round": int, "phase": str, "step": int, "metrics": dict},
+    "phase": {"round": int, "phase": str, "metrics": dict},
+    "round": {"round": int, "metrics": dict},
+    "alert": {"round": int, "phase": str, "name": str, "message": str},
+}
+
+
+def _known(records: list[dict[str, Any]], run: RunDirectory, notes: list[str]) -> list[dict[str, Any]]:
+    """The records without those that pvg does not write: a stray line in the file does not hide the run."""
+    known = [record for record in records if _is_known(record)]
+    if strange := len(records) - len(known):
+        notes.append(f"{strange} of the lines of {run.metrics.name} are no records of pvg and were left out.")
+    return known
+
+
+def _is_known(record: dict[str, Any]) -> bool:
+    kind = record.get("kind")
+    if not isinstance(kind, str):
+        return False
+    return all(isinstance(record.get(name), expected) for name, expected in FIELDS.get(kind, {}).items())
 
 
 def _steps(records: list[dict[str, Any]]) -> list[StepRecord]:

@@ -36,6 +36,7 @@ MISTAKES = [
     (("train", "--dry-run", "-s", "training.micro_batch_rollouts=9999"), "larger than its batch"),
     (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "fits no batch"),
     (("train", "--name", "../away"), "cannot be the name of a run"),
+    (("train", "--name", ""), "cannot be the name of a run"),
     (("train", "--name", "a", "--resume", "b"), "contradict"),
     (("train", "--resume"), "no unfinished run of 'modchain'"),
     (("train", "--resume", "gone"), "no run 'gone'"),

@@ -124,6 +124,15 @@ def test_report_of_a_killed_run_with_a_torn_line() -> None:
     assert "unfinished" in called.out
 
 
+def test_report_of_a_run_without_a_valid_commit_shows_its_metrics() -> None:
+    run = played(Path("runs"))
+    run.state.write_text("garbage")
+    called = pvg("report", "first", "--json")
+    assert called.code == 0
+    assert called.document["examples"] == []
+    assert any("state.json" in note for note in called.document["notes"])
+
+
 def test_report_suggests_the_nearest_run() -> None:
     played(Path("runs"), "modchain-2")
     called = pvg("report", "modchain2")

@@ -91,6 +91,15 @@ def test_a_damaged_state_is_noted_and_the_metrics_still_shown(tmp_path: Path) ->
     assert any("state.json" in note for note in summary.notes)
 
 
+@pytest.mark.parametrize("line", [{"hello": 1}, {"kind": "step"}, {"kind": "round", "round": "x", "metrics": 5}])
+def test_a_stray_line_is_left_out_and_noted(tmp_path: Path, line: dict[str, object]) -> None:
+    run = begin(tmp_path)
+    tell(run, step("train_prover", 1, loss=1.0), line, step("train_prover", 2, loss=2.0))
+    summary = read_run(run)
+    assert summary.series("loss") == [1.0, 2.0]
+    assert any("no records of pvg" in note for note in summary.notes)
+
+
 def test_a_damaged_experiment_is_an_error(tmp_path: Path) -> None:
     run = played(tmp_path)
     run.experiment_file.write_text("seed = ")
