@@ -48,6 +48,13 @@ class Ledger:
         self._metrics.truncate(self.state.offsets.get("metrics", 0))
         self._spans.truncate(self.state.offsets.get("spans", 0))
 
+    def played_on(self, machine: str) -> str | None:
+        """Record what the run goes on with; a notice when that is not what it was begun with."""
+        before, self.state = self.state.machine, replace(self.state, machine=machine)
+        if before in ("", machine):
+            return None
+        return f"Begun with {before}, going on with {machine}: the last bits of the weights may differ."
+
     # --- appending ---------------------------------------------------------------------------------------------
 
     def record(self, kind: str, **fields: Any) -> None:

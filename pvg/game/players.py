@@ -58,6 +58,11 @@ class Players:
         )
         self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, rollout.concurrency)
 
+    @property
+    def machine(self) -> str:
+        """What the last bits of a result depend on."""
+        return f"torch {torch.__version__} on {self.device.type}, {torch.get_num_threads()} threads"
+
     async def compute(self, work: Callable[[], T]) -> T:
         """Run torch work in the compute thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)

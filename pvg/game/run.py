@@ -105,6 +105,8 @@ async def open_session(
         observer.noticed(notice)
     players = Players(experiment, task, log=ledger.log.line)
     stack.push_async_callback(players.close)
+    if elsewhere := ledger.played_on(players.machine):
+        observer.noticed(elsewhere)
     render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
     session = Session(experiment, task, ledger, players, render, observer, stop)
     check_prompts_fit(session)

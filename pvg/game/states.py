@@ -41,7 +41,8 @@ class GameState:
     `step` counts the finished units of the phase (mint chunks or optimizer steps). `shards` are the committed rollout
     shards as plain data, `checkpoint` names the trainer's committed checkpoint, `weights` the committed weight folders.
     `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
-    metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files.
+    metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files. `machine` is
+    what the last bits of every result depend on: torch, device, threads.
     """
 
     config_hash: str
@@ -57,6 +58,7 @@ class GameState:
     progress: Mapping[str, Any] = field(default_factory=dict)
     rounds: tuple[Mapping[str, float | None], ...] = ()
     offsets: Mapping[str, int] = field(default_factory=dict)
+    machine: str = ""
 
     def enter(self, phase: Phase, *, round_: int | None = None) -> GameState:
         """The state at the start of `phase`. Raises StateError naming both sides when the game has no such move."""
@@ -85,6 +87,7 @@ class GameState:
             "progress": dict(self.progress),
             "rounds": [dict(metrics) for metrics in self.rounds],
             "offsets": dict(self.offsets),
+            "machine": self.machine,
         }
 
     @classmethod

@@ -199,3 +199,15 @@ def test_a_full_disk_stops_the_run_with_nothing_committed_lost(finished, tmp_pat
     run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
     assert weights_of(run) == weights_of(finished)
+
+
+def test_a_run_that_goes_on_with_other_threads_or_another_torch_says_so(tmp_path):
+    run = interrupted_copy(tmp_path)
+    store = FileStateStore(run.state)
+    state = state_of(run)
+    assert "threads" in state["machine"]
+    store.save({**state, "machine": "torch 1.0 on cpu, 64 threads"})
+    run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert any("64 threads" in notice and "last bits" in notice for notice in observer.notices)
+    assert state_of(run)["machine"] == state["machine"]
