@@ -42,7 +42,7 @@ format: $(STAMP)  ## put the code into shape
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
-seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 15 minutes)
+seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
 	$(BIN)/python docs/make_embedded_game.py
 
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit

@@ -52,7 +52,9 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume", metavar="[RUN]", help="Go on with a run; without a name with the newest unfinished one."
+            "--resume",
+            metavar="[RUN]",
+            help="Go on with a run; without a name with the experiment's newest unfinished one.",
         ),
     ] = None,
     dry_run: Annotated[

@@ -503,6 +503,11 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
     where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
     suffix = f" ({where})" if where else ""
     if first["type"] == "extra_forbidden":
+        if key in valid_keys():  # only a task's keys depend on another setting
+            kinds = [kind for kind, task in TASKS.items() if key.removeprefix("task.") in task.model_fields]
+            return ConfigurationError(
+                f"{key} is a setting of task.kind = {' or '.join(map(repr, kinds))} alone{suffix}."
+            )
         hint = nearest_key(key)
         return ConfigurationError(
             f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),

@@ -354,3 +354,8 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
     assert any(key in warning for warning in build_experiment(overrides).warnings())
     assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []
+
+
+def test_a_setting_of_another_kind_of_task_is_named_as_such():
+    with pytest.raises(ConfigurationError, match=r"task\.path is a setting of task\.kind = 'gsm8k' alone"):
+        build_experiment({"task": {"kind": "modchain", "path": "/data"}})
