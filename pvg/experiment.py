@@ -193,7 +193,18 @@ class Evaluation(Section):
 
 
 class Telemetry(Section):
+    """What is watched, and when it warns. Changes nothing that is computed."""
+
     refresh_per_second: Positive = 8.0
+    event_loop: Literal["uvloop", "asyncio"] = "uvloop"
+    shortest_span_ms: Annotated[float, Field(ge=0.0)] = 0.2  # shorter spans count in the budget, but are not written
+    device_every_s: Positive = 5.0  # between two samples of the GPU, the CPU and the memory
+    loop_lag_hz: Positive = 10.0
+    loop_lag_p90_s: Positive = 1.0  # warn above these
+    loop_lag_p99_s: Positive = 5.0
+    loop_lag_max_s: Positive = 30.0
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(default=(), strict=False)
+    metrics_port: Annotated[int, Field(ge=0, lt=65536)] = 0  # Prometheus on 127.0.0.1; 0: none
     sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
     zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same
     truncation: Fraction = 0.5  # alert above this share of rollouts that hit the length limit

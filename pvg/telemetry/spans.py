@@ -1,0 +1,383 @@
+"""Spans: what ran when, in which thread or task, and what each step's driver really waited for.
+
+    tracer = Tracer()
+    with tracer.drive():                      # this task drives the steps: its wall time is what a budget divides
+        with span("rollout"):
+            await sample()                    # spans of tasks made in here know that they work for "rollout"
+        await run_in(executor, train)         # spans inside the thread nest as if it had been called directly
+        record = tracer.close_step()          # seconds by part, exposed and busy
+
+`span` finds its tracer through the context, so that libraries need no parameter for it; without a tracer it costs next
+to nothing and records nothing.
+
+A *track* is one line of execution in which spans nest: the driver's, and one for each task or thread that works beside
+it. A thread that a track waits for (`run_in`) belongs to that track.
+
+Invariants (measurement.md, "Time budget"):
+- The exposed seconds of a step, `unaccounted` included, sum to its wall time: the driver's track is divided among the
+  spans innermost at each moment.
+- Where the driver waits inside a span and spans of other tracks work for it, their time is exposed and the span keeps
+  the rest: at each moment the time goes to the most deeply nested of them, then to the one that began first.
+- The driver's time outside any span is `unaccounted`, whatever runs beside it.
+- Busy seconds are what every part worked on all tracks, so busy - exposed is the work that was hidden by overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+UNACCOUNTED = "unaccounted"
+DRIVER = "driver"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One finished span: seconds since 1970, `depth` 0 for the outermost of its track, `track` "driver" or the name of
+    the thread (or "loop") it ran in. `device_s` is the time between two marks on the device, where there is one."""
+
+    name: str
+    start_s: float
+    end_s: float
+    depth: int
+    track: str
+    device_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Where one step's wall time went: seconds by part. `exposed` sums to `wall_s`; `busy` counts overlapped work too;
+    `device_s` is what was measured on the device, empty without one."""
+
+    wall_s: float
+    exposed: Mapping[str, float]
+    busy: Mapping[str, float]
+    device_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class DeviceClock(Protocol):
+    """Marks on a device's own time line, such as CUDA events."""
+
+    def mark(self) -> Any: ...
+
+    def elapsed_s(self, start: Any, end: Any) -> float | None:
+        """Seconds between two marks; None while the device has not reached them."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Track:
+    owner: object  # the task, or the thread's number
+    name: str
+    stack: list[_Open] = field(default_factory=list)  # the open spans, innermost last
+
+
+class _Open:
+    """A span as it runs, and its own context manager."""
+
+    __slots__ = (
+        "anchor",
+        "counted_s",
+        "end",
+        "gaps",
+        "marks",
+        "name",
+        "parent",
+        "start",
+        "token",
+        "tracer",
+        "track",
+    )
+
+    track: _Track
+    start: float
+    token: contextvars.Token[_Open | None]
+
+    def __init__(self, tracer: Tracer, name: str, parent: _Open | None, marks: list[Any] | None) -> None:
+        self.tracer = tracer
+        self.name = name
+        self.parent = parent
+        self.anchor: _Open | None = None  # the driver's span that this one, on another track, works for
+        self.gaps: list[tuple[float, float]] = []  # when spans nested in this one ran
+        self.end: float | None = None
+        self.counted_s = 0.0  # busy seconds that earlier steps have counted
+        self.marks = marks
+
+    def __enter__(self) -> None:
+        tracer = self.tracer
+        with tracer._lock:
+            tracer._place(self)
+            self.track.stack.append(self)
+            self.start = tracer._clock()
+        self.token = _CURRENT.set(self)
+        if self.marks is not None:
+            self.marks.append(tracer._device_clock.mark())  # type: ignore[union-attr]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tracer = self.tracer
+        if self.marks is not None:
+            self.marks.append(tracer._device_clock.mark())  # type: ignore[union-attr]
+        _CURRENT.reset(self.token)
+        with tracer._lock:
+            self.end = tracer._clock()
+            tracer._leave(self)
+
+    @property
+    def foreign(self) -> bool:
+        return self.track is not self.tracer._driver
+
+    def own_s(self, now: float) -> float:
+        """Seconds it ran until `now`, less those of spans nested in it."""
+        end = now if self.end is None else self.end
+        inner = sum(until - since for since, until in self.gaps)
+        if self.end is None:  # a nested span may be running still
+            above = self.track.stack[self.track.stack.index(self) + 1 :]
+            inner += now - above[0].start if above else 0.0
+        return end - self.start - inner
+
+
+_CURRENT: contextvars.ContextVar[_Open | None] = contextvars.ContextVar("pvg_span", default=None)
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def span(name: str, *, device: bool = False) -> AbstractContextManager[None]:
+    """Record what runs inside as `name`, in any thread or task. `device`: measure it on the device's own clock too."""
+    parent = _CURRENT.get()
+    if parent is None:
+        return _NOTHING
+    tracer = parent.tracer
+    return _Open(tracer, name, parent, [] if device and tracer._device_clock is not None else None)
+
+
+async def run_in(executor: Executor | None, work: Callable[..., T], *arguments: Any) -> T:
+    """Run `work(*arguments)` in the executor, with the caller's spans around it, and wait for it."""
+    return await submit_in(executor, work, *arguments)
+
+
+def submit_in(executor: Executor | None, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """As `run_in`, but returns the future: for callers that must not be interrupted while they wait."""
+    carried = partial(contextvars.copy_context().run, work, *arguments)
+    return asyncio.get_running_loop().run_in_executor(executor, carried)
+
+
+class Tracer:
+    """Collects the spans of one run. One task at a time drives it; spans may come from any thread or task."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, device_clock: DeviceClock | None = None
+    ) -> None:
+        self._clock = clock
+        self._device_clock = device_clock
+        self._lock = threading.Lock()
+        self._origin = time.time() - clock()
+        self._driver = _Track(None, DRIVER)
+        self._own: list[_Open] = []  # the driver's spans that ended in this step
+        self._foreign: list[_Open] = []  # spans of other tracks that ended in this step
+        self._running: dict[int, _Open] = {}  # spans of other tracks that have not
+        self._on_device: list[_Open] = []  # ended, and not yet read from the device's clock
+        self._finished: list[Span] = []
+        self._began = clock()
+
+    @contextmanager
+    def drive(self) -> Iterator[None]:
+        """The caller's task drives the steps in here. Raises RuntimeError when another one does already."""
+        if self._driver.stack:
+            raise RuntimeError("The tracer is driven already.")
+        root = _Open(self, UNACCOUNTED, None, None)
+        root.track, root.start = self._driver, self._clock()
+        self._driver.owner = _task() or threading.get_ident()
+        self._driver.stack.append(root)
+        token = _CURRENT.set(root)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            self._driver.stack.clear()
+
+    def close_step(self) -> StepBudget:
+        """The budget since the last close. Raises RuntimeError inside one of the driver's spans."""
+        with self._lock:
+            if len(self._driver.stack) > 1:
+                raise RuntimeError(f"close_step inside the open span {self._driver.stack[-1].name!r}.")
+            now = self._clock()
+            own, self._own = self._own, []
+            foreign = [*self._foreign, *self._running.values()]
+            self._foreign = []
+            for root in self._driver.stack:
+                root.gaps.clear()
+            claims = list(_claims(own, foreign, now))
+            exposed = _exposed(own, claims, now)
+            busy = _busy(own, foreign, claims, now)
+            wall_s, self._began = now - self._began, now
+            exposed[UNACCOUNTED] = busy[UNACCOUNTED] = wall_s - sum(exposed.values())
+            return StepBudget(wall_s, exposed, busy, self._read_device())
+
+    def take_spans(self) -> list[Span]:
+        """The spans that ended since the last call, in the order they ended."""
+        with self._lock:
+            spans, self._finished = self._finished, []
+            return spans
+
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def _place(self, opened: _Open) -> None:
+        """Choose the track: the parent's where the same line of execution goes on, otherwise a new one."""
+        parent = opened.parent
+        assert parent is not None
+        task, track = _task(), parent.track
+        owner = task or threading.get_ident()
+        if owner == track.owner and parent in track.stack:
+            self._detach_above(parent)
+        elif task is not None or not track.stack or track.stack[-1] is not parent:
+            opened.track = _Track(owner, _track_name())
+            opened.anchor = parent.anchor if parent.foreign else parent
+            self._running[id(opened)] = opened
+            return
+        # The owner itself, or a thread (or callback) that it handed its context to and, as far as we know, waits for.
+        opened.track, opened.anchor = track, parent.anchor
+        if opened.foreign:
+            self._running[id(opened)] = opened
+
+    def _detach_above(self, opened: _Open) -> None:
+        """Whatever lies above `opened` on its track did not hold the track up after all: it gets a track of its own."""
+        stack = opened.track.stack
+        strays = stack[stack.index(opened) + 1 :]
+        if not strays:
+            return
+        del stack[-len(strays) :]
+        track = _Track(None, _track_name(), strays)
+        for stray in strays:
+            stray.anchor = opened.anchor if opened.foreign else opened
+            stray.track = track
+            self._running[id(stray)] = stray
+
+    def _leave(self, closed: _Open) -> None:
+        self._detach_above(closed)
+        stack = closed.track.stack
+        stack.pop()
+        assert closed.end is not None
+        if stack:
+            stack[-1].gaps.append((closed.start, closed.end))
+        if closed.foreign:
+            del self._running[id(closed)]
+            self._foreign.append(closed)
+        else:
+            self._own.append(closed)
+        if closed.marks is not None:
+            self._on_device.append(closed)
+        depth = len(stack) - (0 if closed.foreign else 1)
+        start_s, end_s = self._origin + closed.start, self._origin + closed.end
+        self._finished.append(Span(closed.name, start_s, end_s, depth, closed.track.name))
+
+    def _read_device(self) -> dict[str, float]:
+        """Device seconds by part of the spans that the device has finished; the others count in a later step."""
+        seconds: dict[str, float] = {}
+        waiting = []
+        for opened in self._on_device:
+            assert opened.marks is not None
+            assert self._device_clock is not None
+            elapsed = self._device_clock.elapsed_s(*opened.marks)
+            if elapsed is None:
+                waiting.append(opened)
+            else:
+                seconds[opened.name] = seconds.get(opened.name, 0.0) + elapsed
+        self._on_device = waiting
+        return seconds
+
+
+Claims = tuple[_Open, dict[str, float]]
+
+
+def _exposed(own: list[_Open], claims: list[Claims], now: float) -> dict[str, float]:
+    """What the driver waited for: its spans' own time, less what other tracks' spans account for."""
+    seconds: dict[str, float] = {}
+    for opened in own:
+        seconds[opened.name] = seconds.get(opened.name, 0.0) + opened.own_s(now)
+    for waiting, by_part in claims:
+        for name, amount in by_part.items():
+            seconds[name] = seconds.get(name, 0.0) + amount
+            seconds[waiting.name] -= amount
+    return seconds
+
+
+def _busy(own: list[_Open], foreign: list[_Open], claims: list[Claims], now: float) -> dict[str, float]:
+    """What every span worked itself in this step; the driver's waiting for other tracks is no work."""
+    seconds: dict[str, float] = {}
+    for opened in own:
+        seconds[opened.name] = seconds.get(opened.name, 0.0) + opened.own_s(now)
+    for waiting, by_part in claims:
+        seconds[waiting.name] -= sum(by_part.values())
+    for opened in foreign:
+        so_far = opened.own_s(now)
+        seconds[opened.name] = seconds.get(opened.name, 0.0) + so_far - opened.counted_s
+        opened.counted_s = so_far
+    return seconds
+
+
+def _claims(own: list[_Open], foreign: list[_Open], now: float) -> Iterator[Claims]:
+    """The driver's spans that other tracks worked for, each with the seconds by part that these account for."""
+    workers: dict[int, list[_Open]] = {}
+    for opened in foreign:
+        if opened.anchor is not None:
+            workers.setdefault(id(opened.anchor), []).append(opened)
+    for waiting in own:
+        if id(waiting) in workers:
+            yield waiting, _shared_out(waiting, workers[id(waiting)], now)
+
+
+def _shared_out(waiting: _Open, workers: list[_Open], now: float) -> dict[str, float]:
+    """Sweep over the time in which `waiting` was innermost: seconds by part of the span that worked at each moment."""
+    assert waiting.end is not None
+    edges: list[tuple[float, int, _Open]] = []
+    for worker in workers:
+        edges += [(worker.start, 1, worker), (now if worker.end is None else worker.end, -1, worker)]
+    for since, until in waiting.gaps:
+        edges += [(since, -1, waiting), (until, 1, waiting)]
+    edges += [(waiting.start, 1, waiting), (waiting.end, -1, waiting)]
+    edges.sort(key=lambda edge: (edge[0], edge[1]))
+    seconds: dict[str, float] = {}
+    active: dict[int, tuple[int, float, _Open]] = {}
+    innermost, last = 0, waiting.start
+    for moment, change, opened in edges:
+        if active and innermost > 0 and moment > last:
+            _, _, best = max(active.values(), key=lambda entry: entry[:2])
+            seconds[best.name] = seconds.get(best.name, 0.0) + moment - last
+        last = max(last, moment)
+        if opened is waiting:
+            innermost += change
+        elif change > 0:
+            active[id(opened)] = (_depth(opened), -opened.start, opened)
+        else:
+            active.pop(id(opened), None)
+    return seconds
+
+
+def _depth(opened: _Open) -> int:
+    """How many spans lie around it, over all tracks."""
+    depth, parent = 0, opened.parent
+    while parent is not None:
+        depth, parent = depth + 1, parent.parent
+    return depth
+
+
+def _task() -> asyncio.Task[Any] | None:
+    """The running task; None in a thread without an event loop, and in a loop's callback."""
+    loop = asyncio._get_running_loop()
+    return None if loop is None else asyncio.current_task(loop)
+
+
+def _track_name() -> str:
+    return "loop" if _task() is not None else threading.current_thread().name
