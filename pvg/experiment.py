@@ -116,6 +116,8 @@ class Rollouts(Section):
     concurrency: Count = 1024  # requests in flight
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
+    compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
+    shared_prefill: bool = True  # each distinct prompt is prefilled once per batch; false: once per row
 
 
 class Verifier(Section):
@@ -150,6 +152,7 @@ class Training(Section):
     micro_batch_tokens: Count = 16_384
     micro_batch_rollouts: Count | None = None
     accumulation_steps: Count | None = None  # None: as many as the token budget needs
+    bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row
     learning_rate: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -433,27 +436,34 @@ def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
 
     Raises UsageError naming the known experiments and the nearest one.
     """
+    return find_named("experiment", name, [directory, *shipped_directories()])
+
+
+def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
+    """The TOML file `name` of a `kind` ("experiment", "profile"): a path, or a name in the first place that has it.
+
+    Raises UsageError naming the known ones and the nearest.
+    """
     candidate = Path(name)
     if candidate.suffix == ".toml":
         if candidate.is_file():
             return candidate
-        raise UsageError(f"There is no experiment file {candidate}.", "Give a path to a TOML file, or a name.")
-    places = [directory, *shipped_directories()]
+        raise UsageError(f"There is no {kind} file {candidate}.", "Give a path to a TOML file, or a name.")
     for place in places:
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"
     known = sorted({path.stem for place in places for path in place.glob("*.toml")})
     hint = nearest(name, known)
     raise UsageError(
-        f"There is no experiment {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+        f"There is no {kind} {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
         f"Known: {', '.join(known) or 'none'}.",
     )
 
 
-def shipped_directories() -> list[Path]:
-    """Where the experiments that come with pvg lie: in a wheel, or beside the package in a checkout."""
+def shipped_directories(kind: str = "experiments") -> list[Path]:
+    """Where the experiments (or profiles) that come with pvg lie: in a wheel, or beside the package in a checkout."""
     package = Path(pvg.__file__).parent
-    return [place for place in (package / "_experiments", package.parent / "experiments") if place.is_dir()]
+    return [place for place in (package / f"_{kind}", package.parent / kind) if place.is_dir()]
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -461,20 +471,25 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
     Raises ConfigurationError with the key, the file (or the override) it came from, and the nearest valid key.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"There is no experiment file {path}.") from None
-    except OSError as error:
-        raise UsageError(f"The experiment file {path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
+    data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
     for override in overrides:
         key, value = parse_override(override)
-        _assign(data, key, value)
+        assign(data, key, value)
         origins[key] = f"--set {override}"
     return build_experiment(data, str(path), origins)
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The data of the TOML file of a `kind`. Raises UsageError or ConfigurationError that name the file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"There is no {kind} file {path}.") from None
+    except OSError as error:
+        raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
 
 
 def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
@@ -497,7 +512,8 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, value.strip()
 
 
-def _assign(data: dict[str, Any], key: str, value: Any) -> None:
+def assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in plain data."""
     *sections, leaf = key.split(".")
     node = data
     for section in sections:

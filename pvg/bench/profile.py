@@ -1,0 +1,221 @@
+"""A benchmark profile: which workload runs, with which settings, how often; read from TOML, changed by `key=value`.
+
+    settings = load_profile("rollout", ["rollout.max_rows=64", "workload.rollouts=32", "repeats=3"])
+    mine = workload_settings(Settings, settings)        # inside a workload: its own table, validated
+
+A name is looked up in ./profiles, then among the profiles that come with pvg. A key is one of the experiment's, or
+`workload.X`, `warmup` or `repeats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from pvg.bench.workloads import WORKLOADS
+from pvg.errors import ConfigurationError
+from pvg.experiment import (
+    Count,
+    Experiment,
+    Section,
+    assign,
+    build_experiment,
+    find_experiment,
+    find_named,
+    nearest,
+    parse_override,
+    read_toml,
+    shipped_directories,
+    valid_keys,
+)
+from pvg.store.run_directory import RunDirectory
+
+OWN_KEYS = ("warmup", "repeats")  # of a profile, that --set may change
+WORKLOAD = "workload."
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+class Rung(Section):
+    """One switch of the ablation ladder, with its slow and its fast side. `says` is what the fast side does."""
+
+    switch: str
+    slow: Any
+    fast: Any
+    says: str = ""
+
+    @model_validator(mode="after")
+    def _differs(self) -> Rung:
+        if self.slow == self.fast:
+            raise ValueError(f"the ladder's switch {self.switch!r} is the same on its slow and its fast side")
+        return self
+
+
+class Profile(Section):
+    """A profile's file, validated. `headline` is the measure that the ablation table compares."""
+
+    profile: str
+    name: str
+    about: str
+    experiment: str = "modchain"
+    headline: str = "wall_s"
+    warmup: Annotated[int, Field(ge=0)] = 1
+    repeats: Count = 5
+    changes: dict[str, Any] = Field(default_factory=dict, alias="set")
+    workload: dict[str, Any] = Field(default_factory=dict)
+    ladder: tuple[Rung, ...] = Field(default=(), strict=False)
+
+    @field_validator("profile")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in WORKLOADS:
+            raise ValueError(f"there is no workload {value!r}; there are {', '.join(WORKLOADS)}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting, changed: by --set, by a sweep's value, or by a rung of the ladder. `origin` serves the errors."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Everything a workload is made from. `origins` says where a changed key was set."""
+
+    profile: Profile
+    experiment: Experiment
+    workload: Mapping[str, Any]
+    replay: RunDirectory | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """The resolved configuration, as JSON data: of the profile, and of the experiment."""
+        profile = self.profile.model_dump(mode="json", by_alias=True) | {"workload": dict(self.workload)}
+        return {"profile": profile, "experiment": self.experiment.plain()} | (
+            {"replay": self.replay.name} if self.replay else {}
+        )
+
+
+def load_profile(
+    name_or_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    changes: Sequence[Change] = (),
+    replay: RunDirectory | None = None,
+) -> BenchSettings:
+    """Read a profile and its experiment, apply `key=value` overrides and then `changes`, validate.
+
+    Raises UsageError for an unknown name, ConfigurationError for a wrong key or value, with the nearest valid one.
+    """
+    path = find_profile(name_or_file)
+    return settings_of(read_profile(path), str(path), [*parse_overrides(overrides), *changes], replay)
+
+
+def find_profile(name: str, directory: Path = Path("profiles")) -> Path:
+    """The file of profile `name`: a path, or a name in ./profiles, or one that comes with pvg."""
+    return find_named("profile", name, [directory, *shipped_directories("profiles")])
+
+
+def known_profiles(directory: Path = Path("profiles")) -> dict[str, Path]:
+    """All profiles by name; one in ./profiles hides the one of that name that comes with pvg."""
+    found: dict[str, Path] = {}
+    for place in [directory, *shipped_directories("profiles")]:
+        for path in sorted(place.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a file, as it stands there."""
+    try:
+        return Profile.model_validate(read_toml(path, "profile"))
+    except ValidationError as error:
+        known = [info.alias or name for name, info in Profile.model_fields.items()]
+        raise _explained(error, known, "", lambda key: str(path)) from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Change]:
+    return [Change(*parse_override(override), f"--set {override}") for override in overrides]
+
+
+def settings_of(
+    profile: Profile, origin: str, changes: Sequence[Change], replay: RunDirectory | None = None
+) -> BenchSettings:
+    """The settings of one variant. `origin` is the profile's file."""
+    own: dict[str, Any] = {}
+    workload = dict(profile.workload)
+    data = read_toml(find_experiment(profile.experiment), "experiment")
+    origins: dict[str, str] = {}
+    for change in [*_flattened(profile.changes, origin), *changes]:
+        origins[change.key] = change.origin
+        if change.key in OWN_KEYS:
+            own[change.key] = change.value
+        elif change.key.startswith(WORKLOAD):
+            assign(workload, change.key.removeprefix(WORKLOAD), change.value)
+        else:
+            _refuse_unknown_section(change, profile)
+            assign(data, change.key, change.value)
+    try:
+        changed = Profile.model_validate(profile.model_dump(by_alias=True) | own)
+    except ValidationError as error:
+        raise _explained(error, OWN_KEYS, "", lambda key: origins.get(key, origin)) from None
+    return BenchSettings(changed, build_experiment(data, origin, origins), workload, replay, origins)
+
+
+def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> SettingsT:
+    """The `[workload]` table as the workload's own model. Raises ConfigurationError with the nearest valid key."""
+    try:
+        return kind.model_validate(settings.workload)
+    except ValidationError as error:
+        known = [info.alias or name for name, info in kind.model_fields.items()]
+        where = f"the [workload] table of profile {settings.profile.name!r}"
+        raise _explained(error, known, WORKLOAD, lambda key: settings.origins.get(key, where)) from None
+
+
+def _flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[Change]:
+    """`"rollout.max_rows" = 8` and `rollout.max_rows = 8` mean the same in [set], though not to TOML."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flattened(value, origin, f"{prefix}{key}.")
+        else:
+            yield Change(f"{prefix}{key}", value, f"[set] of {origin}")
+
+
+def _refuse_unknown_section(change: Change, profile: Profile) -> None:
+    """A key whose first part is no section: only here is it known what else a benchmark may set."""
+    if change.key.split(".")[0] in Experiment.model_fields:
+        return
+    hint = nearest(change.key, [*OWN_KEYS, *(f"{WORKLOAD}{key}" for key in profile.workload), *valid_keys()])
+    raise ConfigurationError(
+        f"Unknown key {change.key!r} ({change.origin})." + (f" The nearest valid key is {hint!r}." if hint else ""),
+        f"Keys are those of the experiment, {WORKLOAD}X, {' and '.join(OWN_KEYS)}.",
+    )
+
+
+def _explained(
+    error: ValidationError, known: Sequence[str], prefix: str, origin: Callable[[str], str]
+) -> ConfigurationError:
+    """The first complaint of pydantic in one line. `known`: the keys of the model, which an unknown one may mean."""
+    first = error.errors()[0]
+    key = prefix + ".".join(str(part) for part in first["loc"])
+    suffix = f" ({origin(key)})"
+    if first["type"] == "extra_forbidden":
+        hint = nearest(str(first["loc"][-1]), known)
+        return ConfigurationError(
+            f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {prefix + hint!r}." if hint else ""),
+            f"Known: {', '.join(prefix + name for name in known)}.",
+        )
+    if first["type"] == "missing":
+        return ConfigurationError(f"The key {key!r} is missing{suffix}.")
+    if first["type"] == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+        return ConfigurationError(f"{message[0].upper()}{message[1:]}{suffix}.")
+    return ConfigurationError(f"{key}: {first['msg']}, not {repr(first['input'])[:60]}{suffix}.")
