@@ -1,0 +1,205 @@
+"""Taking the samples of one variant, or of several in turn.
+
+    variant, work = await run_variant(lambda: WORKLOADS["rollout"](settings), warmup=1, repeats=5)
+
+Every sample is one step of a tracer: its budget goes into the report, and its wall time is the measure `wall_s`, which
+the runner adds. Time between samples belongs to none.
+
+Invariants:
+- A workload that raises a PvgError, or measures something that is no finite number, gives a failed variant with the
+  reason and no metrics. Any other exception is a defect and surfaces.
+- What was opened is closed, whatever happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pvg.bench.report import Budget, Samples, Variant
+from pvg.bench.workload import Measure, Workload
+from pvg.errors import PvgError, StateError
+from pvg.telemetry.spans import StepBudget, Tracer
+
+WALL = "wall_s"
+WALL_MEASURE = Measure("s", "lower", "wall time of one sample")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTaken:
+    """For whoever shows the progress: sample `number` (from 1) of `of`, those of the warm-up counted first."""
+
+    label: str
+    number: int
+    of: int
+    warmup: bool
+    wall_s: float
+
+
+OnSample = Callable[[SampleTaken], None]
+
+
+class NotFiniteError(StateError):
+    """A measured value that is no finite number: nothing of that variant can be trusted."""
+
+
+class Trial:
+    """One variant while it is measured: its workload, its tracer, its samples so far; `error` ends it."""
+
+    def __init__(
+        self,
+        make: Callable[[], Workload],
+        *,
+        warmup: int,
+        repeats: int,
+        label: str = "",
+        overrides: Mapping[str, Any] | None = None,
+        on_sample: OnSample | None = None,
+    ) -> None:
+        self.label = label
+        self.warmup, self.repeats = warmup, repeats
+        self.error: PvgError | None = None
+        self._make = make
+        self._overrides = dict(overrides or {})
+        self._on_sample = on_sample
+        self._workload: Workload | None = None
+        self._tracer = Tracer()
+        self._values: dict[str, list[float]] = {}
+        self._budgets: list[StepBudget] = []
+        self._work: dict[str, Any] = {}
+        self._derived: dict[str, float] = {}
+
+    async def open(self) -> None:
+        with self._failing(), self._tracer.drive():
+            workload = self._make()
+            if WALL in workload.measures:
+                raise ValueError(f"The workload measures {WALL!r} itself; the runner does that.")
+            await workload.open()
+            self._workload = workload
+
+    async def sample(self, index: int) -> None:
+        """Do the work once; the first `warmup` samples are not kept. A failed variant does nothing."""
+        if self._workload is None or self.error is not None:
+            return
+        with self._failing(), self._tracer.drive():
+            self._tracer.close_step()  # what happened since the last sample is not this one's
+            values = dict(await self._workload.sample(index))
+            budget = self._tracer.close_step()
+            self._tracer.take_spans()  # not kept: nothing may grow from sample to sample
+            if values.keys() != self._workload.measures.keys():
+                raise ValueError(f"Measured {sorted(values)}, announced {sorted(self._workload.measures)}.")
+            values[WALL] = budget.wall_s
+            _require_finite(values)
+            warming = index < self.warmup
+            if not warming:
+                self._budgets.append(budget)
+                for name, value in values.items():
+                    self._values.setdefault(name, []).append(value)
+            if self._on_sample is not None:
+                total = self.warmup + self.repeats
+                self._on_sample(SampleTaken(self.label, index + 1, total, warming, budget.wall_s))
+
+    def finish(self) -> None:
+        """Ask what the work was, and for the derived figures; to be called once, before `close`."""
+        if self._workload is None or self.error is not None:
+            return
+        with self._failing():
+            self._work = dict(self._workload.work())
+            self._derived = dict(self._workload.derived())
+            _require_finite(self._derived)
+
+    async def close(self) -> None:
+        if self._workload is not None:
+            with self._failing(), self._tracer.drive():
+                await self._workload.close()
+
+    def result(self) -> tuple[Variant, dict[str, Any]]:
+        """The variant for the report, and what its work was."""
+        if self.error is not None:
+            return Variant(
+                label=self.label, overrides=self._overrides, status="failed", reason=str(self.error)
+            ), self._work
+        assert self._workload is not None
+        measures = {WALL: WALL_MEASURE, **self._workload.measures}
+        samples = {
+            name: Samples(unit=measure.unit, better=measure.better, values=tuple(self._values[name]))
+            for name, measure in measures.items()
+        }
+        return Variant(
+            label=self.label,
+            overrides=self._overrides,
+            status="ok",
+            samples=samples,
+            budget=total(self._budgets),
+            derived=self._derived,
+        ), self._work
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """The first PvgError becomes the variant's; those that follow from it say nothing new."""
+        try:
+            yield
+        except PvgError as error:
+            self.error = self.error or error
+
+
+async def run_variant(
+    make: Callable[[], Workload],
+    *,
+    warmup: int,
+    repeats: int,
+    label: str = "",
+    overrides: Mapping[str, Any] | None = None,
+    on_sample: OnSample | None = None,
+) -> tuple[Variant, dict[str, Any]]:
+    """Open, sample and close one workload. Returns the variant, and what one sample's work was."""
+    trial = Trial(make, warmup=warmup, repeats=repeats, label=label, overrides=overrides, on_sample=on_sample)
+    await run_trials([trial])
+    return trial.result()
+
+
+async def run_trials(trials: Sequence[Trial]) -> None:
+    """Open all, take the samples in turn (all of the first round, then all of the second ...), close all.
+
+    Every second round goes backwards, so that no variant always follows the same one. All have the same warm-up and
+    repeats.
+    """
+    rounds = {trial.warmup + trial.repeats for trial in trials}
+    async with AsyncExitStack() as stack:
+        for trial in trials:
+            stack.push_async_callback(trial.close)
+            await trial.open()
+        for index in range(max(rounds)):
+            for trial in trials if index % 2 == 0 else reversed(trials):
+                await trial.sample(index)
+        for trial in trials:
+            trial.finish()
+
+
+def total(budgets: Sequence[StepBudget]) -> Budget:
+    """The sum of the samples' budgets, the largest exposed part first."""
+    exposed, busy, device_s = (
+        _summed(budget.exposed for budget in budgets),
+        _summed(budget.busy for budget in budgets),
+        _summed(budget.device_s for budget in budgets),
+    )
+    wall_s = sum(budget.wall_s for budget in budgets)
+    return Budget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
+
+
+def _summed(tables: Iterator[Mapping[str, float]]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for table in tables:
+        for part, amount in table.items():
+            seconds[part] = seconds.get(part, 0.0) + amount
+    return dict(sorted(seconds.items(), key=lambda entry: -entry[1]))
+
+
+def _require_finite(values: Mapping[str, float]) -> None:
+    wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
+    if wrong:
+        named = ", ".join(f"{name} = {value}" for name, value in wrong.items())
+        raise NotFiniteError(f"Measured no finite number: {named}.")
