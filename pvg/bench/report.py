@@ -1,15 +1,46 @@
 """The JSON report of a benchmark, schema version 1 (measurement.md, "Benchmark report").
 
-Raw samples are kept, so that whoever reads the report can do other statistics than ours.
+    write_report(path, report)
+    report = read_report(path)
+
+Raw samples are kept, so that whoever reads the report can do other statistics than ours. The JSON Schema that comes with
+pvg, `report.schema.json`, is made from these classes by `python -m pvg.bench.report`.
+
+Invariant: a report that says "ok" has every metric of every variant, as often as it says; one that failed says why, and
+the variants that failed have no metrics.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pvg.errors import MissingRequirementError, UsageError
+from pvg.store.atomic import write_atomic
 
 SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
+
+# JSON Schema has no validators: what Variant checks of itself, in its words.
+FAILED_HAS_NO_METRICS: dict[str, Any] = {
+    "if": {"properties": {"status": {"const": "failed"}}},
+    "then": {
+        "properties": {
+            "reason": {"minLength": 1},
+            "samples": {"maxProperties": 0},
+            "budget": {"type": "null"},
+            "derived": {"maxProperties": 0},
+        },
+        "required": ["reason"],
+    },
+    "else": {
+        "properties": {"reason": {"maxLength": 0}, "samples": {"minProperties": 1}, "budget": {"type": "object"}},
+        "required": ["samples", "budget"],
+    },
+}
 
 
 class Record(BaseModel):
@@ -37,6 +68,8 @@ class Budget(Record):
 class Variant(Record):
     """One way of doing the work. A failed one says why, and has no metrics."""
 
+    model_config = ConfigDict(json_schema_extra=FAILED_HAS_NO_METRICS)
+
     label: str  # "" for the only one, otherwise what differs, such as "rollout.max_rows=64"
     overrides: dict[str, Any] = {}  # the settings in which it differs from `config`
     status: Literal["ok", "failed"]
@@ -45,8 +78,21 @@ class Variant(Record):
     budget: Budget | None = None
     derived: dict[str, float] = {}
 
+    @model_validator(mode="after")
+    def _metrics_or_reason(self) -> Variant:
+        if self.status == "failed":
+            if self.samples or self.derived or self.budget is not None:
+                raise ValueError(f"the failed variant {self.label!r} has metrics")
+            if not self.reason:
+                raise ValueError(f"the failed variant {self.label!r} does not say why")
+        elif self.reason or not self.samples or self.budget is None:
+            raise ValueError(f"the variant {self.label!r} is ok, but has a reason to fail, or no samples or no budget")
+        return self
+
 
 class Environment(Record):
+    """Where the samples were taken. `cores`: those that this process may use; `threads`: torch's, where it ran."""
+
     python: str
     platform: str
     pvg: str
@@ -66,7 +112,8 @@ class Environment(Record):
 
 class BenchReport(Record):
     """One call of `pvg bench`. `kind`: "bench" has one variant; "sweep" one per value; "ablation" one per rung of the
-    ladder, slowest first. `status` is "failed" when a variant failed; `work` is what every sample did."""
+    ladder, slowest first. `status` is "failed" when a variant failed; `work` is what every sample did; where the
+    variants' work differs (a sweep over the amount), what differs stands under "by_variant", by label."""
 
     schema_version: Literal[1] = 1
     kind: Literal["bench", "sweep", "ablation"]
@@ -82,3 +129,73 @@ class BenchReport(Record):
     warmup: int
     repeats: int
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> BenchReport:
+        failed = any(variant.status == "failed" for variant in self.variants)
+        if (self.status == "failed") != failed or bool(self.reason) != failed:
+            raise ValueError("a report is failed, and says why, exactly when one of its variants is")
+        labels = [variant.label for variant in self.variants]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"two variants have the same label: {labels}")
+        for variant in self.variants:
+            for name, samples in variant.samples.items():
+                if len(samples.values) != self.repeats:
+                    raise ValueError(f"{name} has {len(samples.values)} samples, not {self.repeats}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return self.model_dump(mode="json")
+
+
+def work_of(report: BenchReport) -> dict[str, Any]:
+    """What the report's samples did, as JSON data: two reports can be compared only where this is equal."""
+    work: dict[str, Any] = orjson.loads(orjson.dumps({"profile": report.profile, "work": report.work}))
+    return work
+
+
+def read_report(path: Path) -> BenchReport:
+    """Raises UsageError where there is no such file, or no report of this schema version in it."""
+    try:
+        data = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"The report {path} cannot be read: {error.strerror}.") from None
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{path} is not JSON: {error}.", "Give a report that `pvg bench` wrote.") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        found = "no benchmark report" if version is None else f"a report of schema version {version}"
+        raise UsageError(f"{path} is {found}; this pvg reads version {SCHEMA_VERSION}.", "Write it with `pvg bench`.")
+    try:
+        return BenchReport.model_validate_json(orjson.dumps(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the report"
+        raise UsageError(f"{path} is no valid benchmark report: {where}: {first['msg']}.") from None
+
+
+def write_report(path: Path, report: BenchReport) -> None:
+    """Write the report whole or not at all. Raises MissingRequirementError when it cannot be written."""
+    data = orjson.dumps(report.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    elsewhere = "Make room or permission there, or write the report elsewhere with --out FILE."
+    try:
+        write_atomic(path, data)
+    except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
+        raise MissingRequirementError(error.message, elsewhere) from error
+    except OSError as error:
+        raise MissingRequirementError(f"The report {path} cannot be written: {error.strerror}.", elsewhere) from error
+
+
+def json_schema() -> bytes:
+    """The JSON Schema of a report, as it ships with pvg."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **BenchReport.model_json_schema(mode="serialization"),
+        "title": f"pvg benchmark report, schema version {SCHEMA_VERSION}",
+    }
+    return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_bytes(json_schema())
