@@ -1,6 +1,7 @@
 """Decoding one batch of requests to the end: prefill of the distinct prompts, then one forward pass per token.
 
 No work per row is done in Python while decoding; rows that finished leave, so that the work falls with the live rows.
+Both savings are switches (`compaction`, `shared_prefill`), so that what they buy can be measured.
 
 Invariant: the result of a row is that of decoding it alone, up to the rounding of floating-point sums: the shape of a
 matrix product decides the order in which it adds, and two tokens that close to a tie may change places.
@@ -23,6 +24,7 @@ from pvg.records import FinishReason, Float32, Int32
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.kv_cache import Placement, RowCache
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
+from pvg.telemetry.spans import span
 
 # Prompt tokens in one forward pass: enough to fill a device, little enough that activations stay below the KV cache.
 PREFILL_TOKENS = 16_384
@@ -64,16 +66,39 @@ class _Rows:
 
 @torch.inference_mode()
 def decode(
-    module: nn.Module, requests: Sequence[GenerationRequest], dropped_N: NDArray[np.bool_], device: torch.device
+    module: nn.Module,
+    requests: Sequence[GenerationRequest],
+    dropped_N: NDArray[np.bool_],
+    device: torch.device,
+    compaction: bool = True,
+    shared_prefill: bool = True,
 ) -> list[Decoded]:
-    """Sample every request to its end, in one batch; results in the order of the requests.
+    """Sample every request to its end, in one batch; results in the order of the requests. Spans: prefill, decode.
 
-    `dropped_N` may be set by another thread while this runs: such a row leaves at the next step, its result is cut
-    short and means nothing. Raises TrainingDivergedError when the model's logits are not finite.
+    `dropped_N` may be set by another thread while this runs: such a row counts as finished from the next step on, its
+    result is cut short and means nothing. `compaction`: finished rows leave the batch before it ends;
+    `shared_prefill`: a prompt of several rows is computed once. Raises TrainingDivergedError when the model's logits
+    are not finite.
     """
     limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
-    steps = int(limits_N.max())
-    cache, rows = _start(module, requests, limits_N, device)
+    with span("prefill", device=True):
+        cache, rows = _start(module, requests, limits_N, device, shared_prefill)
+    with span("decode", device=True):
+        sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, int(limits_N.max()), compaction)
+        return _results(requests, limits_N, dropped_N, *sampled)
+
+
+def _sample_to_the_end(
+    module: nn.Module,
+    requests: Sequence[GenerationRequest],
+    cache: RowCache,
+    rows: _Rows,
+    dropped_N: NDArray[np.bool_],
+    steps: int,
+    compaction: bool,
+) -> tuple[NDArray[np.int64], Float32]:
+    """tokens_NT and logprobs_NT, by request; what stands after a row's end means nothing."""
+    device = rows.token_R.device
     uniform_NT = torch.from_numpy(uniform_numbers(requests, steps)).to(device)
     tokens_NT = torch.zeros(len(requests), steps, dtype=torch.int64, device=device)
     logprobs_NT = torch.zeros(len(requests), steps, dtype=torch.float32, device=device)
@@ -83,20 +108,24 @@ def decode(
         rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, step])
         tokens_NT[rows.request_R, step] = rows.token_R
         logprobs_NT[rows.request_R, step] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
-        rows.position_R = rows.position_R + 1
+        rows.position_R = rows.position_R + ~rows.done_R  # a finished row must not run out of the model's context
         rows.done_R |= (rows.token_R[:, None] == rows.stop_RS).any(dim=1) | (rows.limit_R <= step + 1)
         if dropped_N.any():
             rows.done_R |= torch.from_numpy(dropped_N).to(device)[rows.request_R]
         live = len(rows.done_R) - int(rows.done_R.sum())
         if live == 0:
             break
-        if len(rows.done_R) - live >= max(1, COMPACT_SHARE * len(rows.done_R)):
+        if compaction and len(rows.done_R) - live >= max(1, COMPACT_SHARE * len(rows.done_R)):
             _compact(rows, cache, live)
-    return _results(requests, limits_N, dropped_N, tokens_NT.cpu().numpy(), logprobs_NT.cpu().numpy())
+    return tokens_NT.cpu().numpy(), logprobs_NT.cpu().numpy()
 
 
 def _start(
-    module: nn.Module, requests: Sequence[GenerationRequest], limits_N: NDArray[np.int64], device: torch.device
+    module: nn.Module,
+    requests: Sequence[GenerationRequest],
+    limits_N: NDArray[np.int64],
+    device: torch.device,
+    shared_prefill: bool,
 ) -> tuple[RowCache, _Rows]:
     """The cache with every prompt but its last token, which is the first input of decoding."""
     known_N = np.asarray([len(request.prompt_ids) - 1 for request in requests], dtype=np.int64)
@@ -104,7 +133,7 @@ def _start(
     capacity = start + int(limits_N.max())
     cache = RowCache(len(requests), start, capacity)
     if start:
-        _prefill(module, cache, [request.prompt_ids[:-1] for request in requests], device)
+        _prefill(module, cache, [request.prompt_ids[:-1] for request in requests], device, shared_prefill)
     stops = [request.sampling.stop_ids for request in requests]
     stop_NS = np.full((len(requests), max(1, *map(len, stops))), NO_STOP, dtype=np.int64)
     for row, ids in enumerate(stops):
@@ -123,12 +152,13 @@ def _start(
     )
 
 
-def _prefill(module: nn.Module, cache: RowCache, prefixes: Sequence[Int32], device: torch.device) -> None:
-    """Run each distinct prefix once (padded to the right: causal attention never looks there) and place it."""
-    rows_of: dict[bytes, list[int]] = {}
+def _prefill(module: nn.Module, cache: RowCache, prefixes: Sequence[Int32], device: torch.device, shared: bool) -> None:
+    """Run each distinct prefix once (padded to the right: causal attention never looks there) and place it; each row's
+    prefix where it is not `shared`."""
+    rows_of: dict[bytes | int, list[int]] = {}
     for row, prefix in enumerate(prefixes):
         if len(prefix):
-            rows_of.setdefault(prefix.tobytes(), []).append(row)
+            rows_of.setdefault(prefix.tobytes() if shared else row, []).append(row)
     groups = list(rows_of.values())
     lengths_U = np.asarray([len(prefixes[rows[0]]) for rows in groups])
     decoder = cast(Any, module).get_decoder()

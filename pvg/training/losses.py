@@ -172,6 +172,7 @@ class PolicyObjective:
             pad_id=self._pad_id,
             logits_chunk=self._section.logits_chunk,
             precision=self._section.precision,
+            bucketing=self._section.bucketing,
         )
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
@@ -203,7 +204,8 @@ class PolicyObjective:
         if section.accumulation_steps is not None and rows.size:
             share = max(1, len(rows) // section.accumulation_steps)
             most = share if most is None else min(most, share)
-        parts = token_budget_batches(batch.lengths_N[rows], section.micro_batch_tokens, most)
+        lengths = batch.lengths_N[rows]
+        parts = token_budget_batches(lengths, section.micro_batch_tokens, most, by_length=section.bucketing)
         return [batch.select(rows[part]) for part in parts]
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
@@ -233,7 +235,9 @@ class PolicyObjective:
             cost_BL = cost_BL + self._beta * kl_penalty(logprobs_BL, reference_BL)
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
         loss = (weights_B1 * cost_BL * mask_BL).sum()
-        return loss, _metrics(loss, logprobs_BL, log_ratios_BL, reference_BL, mask_BL, terms)
+        metrics = _metrics(loss, logprobs_BL, log_ratios_BL, reference_BL, mask_BL, terms)
+        metrics.add_mean("padding", ids_BL.numel() - int(batch.lengths_N.sum()), ids_BL.numel())
+        return loss, metrics
 
 
 @torch.no_grad()
@@ -241,7 +245,8 @@ def _metrics(
     loss: Tensor, logprobs_BL: Tensor, log_ratios_BL: Tensor, reference_BL: Tensor | None, mask_BL: Tensor, terms: Terms
 ) -> Metrics:
     """loss (sum), and over the completion tokens: entropy (the estimate -mean log pi), ratio_mean and ratio_max (raw,
-    before any clip), clipped (share whose gradient the clip changed), kl (mean of k3; only with a reference)."""
+    before any clip), clipped (share whose gradient the clip changed), kl (mean of k3; only with a reference). Beside
+    them stands padding, the share of the micro-batches' positions that hold no token."""
     ratios_N = log_ratios_BL[mask_BL].exp()
     values = {
         "entropy": -logprobs_BL[mask_BL].sum(),

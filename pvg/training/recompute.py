@@ -23,16 +23,18 @@ def recompute_logprobs(
     pad_id: int,
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
     precision: str = "float32",
+    bucketing: bool = True,
 ) -> list[Float32]:
     """Log-probs, in nats, of each row's completion tokens under `module`: float32 [C] per row, in the batch's order.
 
-    No gradients; forward passes of at most `token_budget` tokens, padding included. Blocks: call it in the executor
-    that the trainer uses. Raises ConfigurationError when a row is longer than the budget.
+    No gradients; forward passes of at most `token_budget` tokens, padding included, of rows of like length where
+    `bucketing`. Blocks: call it in the executor that the trainer uses. Raises ConfigurationError when a row is longer
+    than the budget.
     """
     device = next(module.parameters()).device
     found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
     with torch.no_grad(), autocast(precision, device):
-        for rows in token_budget_batches(batch.lengths_N, token_budget):
+        for rows in token_budget_batches(batch.lengths_N, token_budget, by_length=bucketing):
             part = batch.select(rows)
             ids_BL, lengths_B = pad_right(part.sequences, pad_id, device)
             prompt_lengths_B = torch.from_numpy(part.prompt_lengths.astype(np.int64)).to(device)
