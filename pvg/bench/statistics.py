@@ -1,0 +1,166 @@
+"""Few samples, compared honestly: the ratio of two medians with its interval, and a rank test. Numpy only.
+
+    ratio_of_medians([1.00, 1.02, ...], [1.10, 1.13, ...])   # RatioInterval(ratio=1.10, low=1.04, high=1.15)
+    rank_test([1.00, 1.02, ...], [1.10, 1.13, ...])          # 0.008
+
+The interval is the wider, at each end, of two bootstrap intervals of the difference of the log medians:
+- the *percentile* interval. It cannot reach beyond the samples: with 5 against 5 it misses a true ratio of 1 about
+  twice as often as 99.5 % allow, with 3 against 3 already twice as often as 95 % allow;
+- the *studentised* one: difference ± Student's t × the bootstrap's standard error, with Welch's degrees of freedom
+  (Efron and Tibshirani, An Introduction to the Bootstrap, chapters 12 and 13). It misses too often where values fall
+  into two clusters: a median is then far from normal.
+Neither holds its rate alone, both together do: tests/bench/test_statistics.py measures it for 4 to 20 samples, also of
+skewed and clustered ones. The price is an interval somewhat wider than it had to be when there are very few samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXACT_UP_TO = 30  # samples on each side; beyond it the normal approximation is right to three digits
+
+
+@dataclass(frozen=True, slots=True)
+class RatioInterval:
+    """median(b) / median(a), and the interval it is known to lie in: 1.1 is ten percent more."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two in the middle. Raises ValueError without values."""
+    if not len(values):
+        raise ValueError("the median of no values")
+    return float(np.median(values))
+
+
+def ratio_of_medians(
+    a: Sequence[float], b: Sequence[float], *, seed: int = 0, resamples: int = 10_000, confidence: float = 0.95
+) -> RatioInterval:
+    """The ratio of `b`'s median to `a`'s, with an interval at `confidence`; the same for the same seed.
+
+    One sample alone on a side says nothing about noise: the interval is then 0 to infinity. Raises ValueError without
+    samples, and for values that are not above 0 and finite: they have no ratio that could be worked with in logs.
+    """
+    logs_a, logs_b = _logs(a), _logs(b)
+    ratio = median(b) / median(a)
+    if min(len(logs_a), len(logs_b)) < 2:
+        return RatioInterval(ratio, 0.0, math.inf)
+    random = np.random.default_rng(seed)
+    medians_a, medians_b = _resampled(logs_a, resamples, random), _resampled(logs_b, resamples, random)
+    if medians_a.min() == medians_a.max() and medians_b.min() == medians_b.max():
+        return RatioInterval(ratio, ratio, ratio)  # no spread on either side, such as of a count of bytes
+    difference = float(np.median(logs_b) - np.median(logs_a))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(medians_b - medians_a, [tail, 1 - tail])
+    reach = _reach(medians_a, medians_b, len(logs_a), len(logs_b), confidence)
+    # The median of logs is the log of the median but for an even count, where it differs in the second order.
+    shift = math.log(ratio) - difference
+    return RatioInterval(
+        ratio, _exp(min(float(low), difference - reach) + shift), _exp(max(float(high), difference + reach) + shift)
+    )
+
+
+def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
+    """The two-sided p value of the Mann-Whitney U test: how likely ranks so unequal are when both are alike.
+
+    Exact, by counting, without ties and with at most EXACT_UP_TO samples each; otherwise the normal approximation with
+    corrections for ties and continuity. Raises ValueError without samples.
+    """
+    n, m = len(a), len(b)
+    if not n or not m:
+        raise ValueError("a rank test without samples")
+    values = np.concatenate([np.asarray(a, np.float64), np.asarray(b, np.float64)])
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # the mean rank of equals
+    u = float(ranks[:n].sum()) - n * (n + 1) / 2
+    u = max(u, n * m - u)
+    if counts.max() == 1 and max(n, m) <= EXACT_UP_TO:
+        ways = _ways(n, m)
+        return min(1.0, 2 * sum(ways[round(u) :]) / sum(ways))
+    ties = float((counts.astype(np.float64) ** 3 - counts).sum())
+    variance = n * m / 12 * ((n + m + 1) - ties / ((n + m) * (n + m - 1)))
+    if variance <= 0:
+        return 1.0  # all values are equal
+    return min(1.0, math.erfc(max(0.0, u - n * m / 2 - 0.5) / math.sqrt(2 * variance)))
+
+
+def least_p_value(n: int, m: int) -> float:
+    """The least p value that `rank_test` can give to n and m samples without ties: all of one side below the other."""
+    return min(1.0, 2 / math.comb(n + m, n))
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """The quantile (0.5 <= probability < 1) of Student's t distribution with `degrees` >= 1 degrees of freedom."""
+    low, high = 0.0, 1.0
+    while _student_cdf(high, degrees) < probability:
+        low, high = high, 2 * high
+    for _ in range(64):
+        middle = (low + high) / 2
+        if _student_cdf(middle, degrees) < probability:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _logs(values: Sequence[float]) -> NDArray[np.float64]:
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        raise ValueError("a ratio of medians without samples")
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ValueError("a ratio of medians needs values above 0")
+    logs: NDArray[np.float64] = np.log(array)
+    return logs
+
+
+def _resampled(values: NDArray[np.float64], resamples: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """Medians of `resamples` draws with replacement, each of as many values as there are."""
+    draws = values[random.integers(0, values.size, (resamples, values.size))]
+    medians: NDArray[np.float64] = np.median(draws, axis=1)
+    return medians
+
+
+def _reach(a: NDArray[np.float64], b: NDArray[np.float64], n: int, m: int, confidence: float) -> float:
+    """Half the studentised interval: t times the standard error that the resampled medians show."""
+    var_a, var_b = float(a.var()), float(b.var())
+    spread = var_a + var_b
+    degrees = spread**2 / (var_a**2 / (n - 1) + var_b**2 / (m - 1))  # Welch and Satterthwaite
+    return student_quantile((1 + confidence) / 2, max(1, int(degrees + 1e-9))) * math.sqrt(spread)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _ways(n: int, m: int) -> list[int]:
+    """In how many of the orders of n + m different values U is 0, 1, ..., n*m: the coefficients of the Gaussian
+    binomial, the product of (1 - q^(m+i)) / (1 - q^i) over i = 1..n (Mann and Whitney 1947)."""
+    ways = [1] + [0] * (n * m)
+    for i in range(1, n + 1):
+        for u in range(n * m, m + i - 1, -1):
+            ways[u] -= ways[u - m - i]
+        for u in range(i, n * m + 1):
+            ways[u] += ways[u - i]
+    return ways
+
+
+def _student_cdf(t: float, degrees: int) -> float:
+    """For t >= 0; the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(degrees))
+    square = math.cos(angle) ** 2
+    first = degrees % 2
+    total = term = (math.cos(angle) if first else 1.0) if degrees > 1 else 0.0
+    for k in range(2 + first, degrees - 1, 2):
+        term *= square * (k - 1) / k
+        total += term
+    if first:
+        return 0.5 + (angle + math.sin(angle) * total) / math.pi
+    return 0.5 + math.sin(angle) * total / 2
