@@ -116,11 +116,15 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rollouts of one problem and one role, sampled together: the unit of group-normalised advantages."""
+    """Rollouts of one problem and one role, sampled together: the unit of group-normalised advantages.
+
+    `spread_s`: seconds between the first and the last of them to finish, which is what a straggler costs its group.
+    """
 
     problem: Problem
     role: Role
     rollouts: Sequence[Rollout]
+    spread_s: float = 0.0
 
 
 def source_of_round(round_: int) -> str:

@@ -23,8 +23,8 @@ from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
-from pvg.telemetry.budget import Span
 from pvg.telemetry.events import EventLog
+from pvg.telemetry.spans import Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,8 @@ class Ledger:
     def record_spans(self, spans: Sequence[Span], **place: Any) -> None:
         for span in spans:
             row = {"name": span.name, "start_s": span.start_s, "end_s": span.end_s, "depth": span.depth}
-            self._spans.append({**row, **place})
+            device = {} if span.device_s is None else {"device_s": span.device_s}
+            self._spans.append({**row, "track": span.track, **device, **place})
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         """Take rollouts into the next commit."""

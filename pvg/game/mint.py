@@ -18,6 +18,7 @@ from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
+from pvg.telemetry.spans import span
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ async def mint(session: Session) -> None:
     rollouts_done = sum(len(chunk.problems) for chunk in chunks[: state.step]) * per_problem
     info = session.begin("rollouts", sum(len(chunk.problems) for chunk in chunks) * per_problem, rollouts_done)
     started = time.perf_counter()
+    session.first_step()
     loaded: str | None = None
     for chunk in chunks[state.step :]:
         version, chunk_started = session.state.version, time.perf_counter()
@@ -61,18 +63,21 @@ async def mint(session: Session) -> None:
             # A source is one version, also where a resumed process has to load it again.
             begun = chunk.number > 0 and chunks[chunk.number - 1].source == chunk.source
             version += not begun
-            with session.budget.part("sync"):
+            with span("sync"):
                 await load_source(session, chunk.source, version)
             loaded = chunk.source
-        with session.budget.part("rollout"):
+        with span("rollout"):
             rollouts = await _sample(session, chunk)
-        session.ledger.keep(rollouts)
-        rollouts_done += len(rollouts)
-        session.report_step(info, rollouts_done, sample_metrics(rollouts, time.perf_counter() - chunk_started))
+        with span("record"):
+            session.ledger.keep(rollouts)
+            rollouts_done += len(rollouts)
+            metrics = sample_metrics(rollouts, time.perf_counter() - chunk_started)
+        session.report_step(info, rollouts_done, metrics)
         session.commit(step=chunk.number + 1, version=version)
-    minted = session.ledger.read_rollouts(state.round, Phase.MINT.value)
-    seconds = time.perf_counter() - started
-    metrics = sample_metrics(minted, seconds)
+    with span("record"):
+        minted = session.ledger.read_rollouts(state.round, Phase.MINT.value)
+        seconds = time.perf_counter() - started
+        metrics = sample_metrics(minted, seconds)
     if state.step:  # an earlier process sampled a part of it, in seconds that this one does not know
         del metrics["tokens_per_s"]
     session.finish_phase(info, metrics, seconds)
@@ -100,6 +105,7 @@ async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
         seed=seed_for(session.seed, state.round, "mint", chunk.number),
         prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
     )
+    session.tell_rollouts(groups, chunk.number)
     return [rollout for group in groups for rollout in group.rollouts]
 
 

@@ -15,9 +15,10 @@ from pvg.game.rewards import Outcomes, rewards
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
-from pvg.game.statistics import Columns, play_metrics
+from pvg.game.statistics import Columns, cache_metrics, play_metrics, sampling_metrics, staleness_metrics
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Rollout, source_of_round
+from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages, soft_overlong_rewards, zero_signal_groups
 from pvg.training.losses import PolicyObjective
@@ -41,35 +42,33 @@ class OnPolicySource:
     metrics: dict[str, float] = field(default_factory=dict)
 
     async def next_batch(self) -> PolicyBatch:
-        session, started = self.session, time.perf_counter()
-        budget, number = session.budget, self.batches_done
-        with budget.part("rollout"):
+        session, started, number = self.session, time.perf_counter(), self.batches_done
+        engine, scorer = session.players.engine, self.scorer
+        engine_before, scorer_before = engine.stats, scorer.stats
+        with span("rollout"):
             rollouts = await self._sample(number)
         sampled_s = time.perf_counter() - started
-        before = self.scorer.stats
-        with budget.part("score"):
-            scores_N = await self.scorer.score(rollouts)
-        with budget.part("credit"):
+        with span("score"):
+            scores_N = await scorer.score(rollouts)
+        with span("credit"):
             rewards_N, batch = self._credit(rollouts, scores_N)
-        with budget.part("reference"):
-            batch = await self._with_logprobs(batch)
-        session.ledger.keep(
-            [
-                replace(r, score=float(s), reward=float(p), verifier_version=self.scorer.version)
-                for r, s, p in zip(rollouts, scores_N, rewards_N, strict=True)
-            ]
-        )
-        self.batches_done += 1
-        after = self.scorer.stats
-        spared = after.hits + after.shared - before.hits - before.shared  # cached, or the same as another of the batch
-        self.metrics = play_metrics(Columns(rollouts, scores_N), self.threshold) | {
-            "reward_mean": float(rewards_N.mean()),
-            "zero_signal": zero_signal_groups(rewards_N, batch.group_ids_N, batch.role_ids_N),
-            "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / sampled_s,
-            "cache_hit_rate": spared / len(rollouts),
-            "staleness": float(session.players.engine.version - min(r.version for r in rollouts)),
-            "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
-        }
+        batch = await self._with_logprobs(batch)
+        with span("record"):
+            session.ledger.keep(
+                [
+                    replace(r, score=float(s), reward=float(p), verifier_version=scorer.version)
+                    for r, s, p in zip(rollouts, scores_N, rewards_N, strict=True)
+                ]
+            )
+            self.batches_done += 1
+            self.metrics = {
+                **play_metrics(Columns(rollouts, scores_N), self.threshold),
+                "reward_mean": float(rewards_N.mean()),
+                "zero_signal": zero_signal_groups(rewards_N, batch.group_ids_N, batch.role_ids_N),
+                **sampling_metrics(rollouts, engine.stats.since(engine_before), sampled_s),
+                **staleness_metrics(rollouts, engine.version),
+                **cache_metrics(scorer_before, scorer.stats, len(rollouts)),
+            }
         return batch
 
     async def _sample(self, number: int) -> list[Rollout]:
@@ -92,6 +91,7 @@ class OnPolicySource:
             seed=seed_for(session.seed, round_, "train_prover", number),
             prefix=f"{round_:03d}/train_prover/{number:05d}",
         )
+        session.tell_rollouts(groups, number)
         return [rollout for group in groups for rollout in group.rollouts]
 
     def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch]:
@@ -136,9 +136,11 @@ class OnPolicySource:
         """Add the reference's log-probs where the loss has a KL term; replace the sampler's where so configured."""
         players, objective = self.session.players, self.objective
         if objective.needs_reference:
-            reference = await players.compute(lambda: objective.recompute(players.base.module, batch))
+            with span("reference", device=True):
+                reference = await players.compute(lambda: objective.recompute(players.base.module, batch))
             batch = replace(batch, reference_logprobs=reference)
         if self.session.experiment.rollout.logprobs == "recomputed":
-            recomputed = await players.compute(lambda: objective.recompute(self.learner.module, batch))
+            with span("recompute", device=True):
+                recomputed = await players.compute(lambda: objective.recompute(self.learner.module, batch))
             batch = replace(batch, sampled_logprobs=recomputed)
         return batch

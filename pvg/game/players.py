@@ -6,7 +6,6 @@ never fight over the same cores.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -21,6 +20,8 @@ from pvg.rollout import open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
 from pvg.tasks.task import Task
+from pvg.telemetry.events import Events
+from pvg.telemetry.spans import run_in
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.weights.publisher import Publisher
@@ -34,7 +35,7 @@ T = TypeVar("T")
 class Players:
     """Opens the base prover and its engine; `close` frees everything that was opened through it."""
 
-    def __init__(self, experiment: Experiment, task: Task, log: Callable[[str], None]) -> None:
+    def __init__(self, experiment: Experiment, task: Task, events: Events | None = None) -> None:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
@@ -47,8 +48,8 @@ class Players:
         self.base: LanguageModel = open_model(experiment.models.prover, self.device)
         rollout = experiment.rollout
         dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
-        self.engine = open_engine(rollout, self.base.copy(dtype), self.executor)
-        self.publisher = Publisher([self.engine], log=log)
+        self.engine = open_engine(rollout, self.base.copy(dtype), self.executor, events)
+        self.publisher = Publisher([self.engine], events=events)
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
             stop_ids=(self.base.tokenizer.eos_id,),
@@ -65,7 +66,7 @@ class Players:
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run torch work in the compute thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        return await run_in(self.executor, work)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         await self.publisher.publish(tensors, version)

@@ -18,6 +18,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import source_of_round
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
@@ -32,13 +33,16 @@ async def train_prover(session: Session) -> None:
     """Play the phase from the last committed step on and enter CHECKPOINT."""
     info = session.begin("steps", session.experiment.training.steps, session.state.step)
     started = time.perf_counter()
-    verifier, threshold = open_round_verifier(session, session.state.round)
-    learner = session.players.base.copy()
+    with span("open_models"):
+        verifier, threshold = open_round_verifier(session, session.state.round)
+        learner = session.players.base.copy()
     try:
-        phase = ProverPhase(session, info, verifier, threshold, learner)
+        with span("open_models"):
+            phase = ProverPhase(session, info, verifier, threshold, learner)
         await phase.play()
         name = prover_weights_name(session.state.round)
-        session.ledger.save_weights(name, learner.weights(), {"round": session.state.round, "steps": phase.done})
+        with span("checkpoint"):
+            session.ledger.save_weights(name, learner.weights(), {"round": session.state.round, "steps": phase.done})
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
@@ -103,22 +107,22 @@ class ProverPhase:
         # The start weights are a version of their own: the engine may still hold those of the last mint or evaluation.
         if self.done == 0:
             self.version += 1
-        with self.session.budget.part("sync"):
+        with span("sync"):
             await self.session.players.publish(self.learner.weights(), self.version)
+        self.session.first_step()
         while self.done < self.info.total and not self.stopped:
             await self._step()
 
     async def _step(self) -> None:
-        session, budget = self.session, self.session.budget
-        with budget.part("wait_for_rollouts"):
+        session = self.session
+        with span("wait_for_rollouts"):  # what is left of it: its work has names of its own
             report = await self.trainer.step()
-            if report is None:
-                raise StateError("The on-policy source ended, which it never should.")
-            budget.charge({part: s for part, s in report.seconds.items() if part != "wait_for_rollouts"})
+        if report is None:
+            raise StateError("The on-policy source ended, which it never should.")
         whole_batch = self.minibatches.pending == 0
         if whole_batch:
             self.version += 1
-            with budget.part("sync"):
+            with span("sync"):
                 await session.players.publish(self.learner.weights(), self.version)
         metrics = self.last_metrics = {**self.source.metrics, **report.metrics}
         session.alert(self.alerts.check(metrics), self.done)

@@ -17,6 +17,7 @@ from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import Columns, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
+from pvg.telemetry.spans import span
 from pvg.verifier.measures import auc
 from pvg.verifier.scorer import VerifierScorer
 
@@ -29,24 +30,28 @@ async def checkpoint(session: Session) -> None:
     sources = [BASE_SOURCE, own] if round_ == 0 else [own]
     problems = min(section.problems, len(session.test_problems()))
     info = session.begin("rollouts", len(sources) * 2 * problems * section.samples)
-    verifier, threshold = open_round_verifier(session, round_)
+    with span("open_models"):
+        verifier, threshold = open_round_verifier(session, round_)
+    session.first_step()
     try:
         scorer = session.players.scorer(verifier)
         version = session.state.version
         fresh: dict[str, Columns] = {}
         for source in sources:
             version += 1
-            with session.budget.part("evaluate"):
-                await load_source(session, source, version)
-                rollouts = await _sample(session, source)
+            with span("evaluate"):
+                with span("sync"):
+                    await load_source(session, source, version)
+                with span("rollout"):
+                    rollouts = await _sample(session, source)
                 fresh[source] = await _scored(session, scorer, rollouts, keep=True)
-        metrics = await _round_metrics(session, scorer, threshold, fresh)
+        with span("evaluate"):
+            metrics = await _round_metrics(session, scorer, threshold, fresh)
     finally:
         verifier.close()
     session.report_step(info, info.total, metrics)
     session.finish_phase(info, metrics, time.perf_counter() - started)
-    session.ledger.record("round", round=round_, metrics=finite(metrics))
-    session.observer.round_finished(round_, metrics)
+    session.finish_round(metrics)
     # One commit for the metrics and the move: a kill between two would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
     session.leave_phase(replace(_next(session), version=version, rounds=rounds))
@@ -77,11 +82,13 @@ async def _sample(session: Session, source: str) -> list[Rollout]:
         seed=seed_for(session.seed, round_, "evaluation", source),
         prefix=f"{round_:03d}/evaluation/{source}",
     )
+    session.tell_rollouts(groups, 0)
     return [rollout for group in groups for rollout in group.rollouts]
 
 
 async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> Columns:
-    scores_N = await scorer.score(rollouts)
+    with span("score"):
+        scores_N = await scorer.score(rollouts)
     if keep:
         session.ledger.keep(
             [
@@ -117,5 +124,4 @@ async def _round_metrics(
 async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> Columns:
     """The samples `source` gave at an earlier checkpoint, scored by this round's verifier."""
     rollouts = session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
-    with session.budget.part("evaluate"):
-        return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)
+    return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)

@@ -38,7 +38,9 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
+from pvg.telemetry.cuda_clock import CudaClock
 from pvg.telemetry.observer import Observer
+from pvg.telemetry.spans import Tracer, span
 from pvg.training.trainer import checkpoint_layers
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
@@ -77,9 +79,12 @@ async def play(
             await _play_phases(session)
         except InterruptedByUser:
             observer.noticed("Everything up to here is committed.")
-        complete = ledger.state.phase is Phase.COMPLETE
+        status: Literal["complete", "interrupted"] = (
+            "complete" if ledger.state.phase is Phase.COMPLETE else "interrupted"
+        )
+        session.finish_run(status)
         return Outcome(
-            status="complete" if complete else "interrupted",
+            status=status,
             run=run.path,
             rounds=list(ledger.state.rounds),
             seconds=time.perf_counter() - started,
@@ -89,7 +94,8 @@ async def play(
 async def _play_phases(session: Session) -> None:
     ledger = session.ledger
     if ledger.state.phase is Phase.INIT:
-        await session.players.compute(lambda: check_players_can_train(session))
+        with span("open_models"):
+            await session.players.compute(lambda: check_players_can_train(session))
         session.commit_state(ledger.state.enter(Phase.MINT))
     while ledger.state.phase is not Phase.COMPLETE:
         await PHASES[ledger.state.phase](session)
@@ -98,18 +104,25 @@ async def _play_phases(session: Session) -> None:
 async def open_session(
     experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
 ) -> Session:
-    task = open_task(experiment.task)
-    ledger = Ledger(run, experiment, code_version())
-    stack.callback(ledger.close)
-    for notice in ledger.notices:
-        observer.noticed(notice)
-    players = Players(experiment, task, log=ledger.log.line)
-    stack.push_async_callback(players.close)
-    if elsewhere := ledger.played_on(players.machine):
-        observer.noticed(elsewhere)
-    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
-    session = Session(experiment, task, ledger, players, render, observer, stop)
-    check_prompts_fit(session)
+    """Everything a run needs, open until `stack` is left. From here on the caller's task drives the tracer."""
+    tracer = Tracer()
+    stack.enter_context(tracer.drive())
+    with span("open_models"):
+        task = open_task(experiment.task)
+        ledger = Ledger(run, experiment, code_version())
+        stack.callback(ledger.close)
+        for notice in ledger.notices:
+            observer.noticed(notice)
+        players = Players(experiment, task, ledger.log)
+        stack.push_async_callback(players.close)
+        if players.device.type == "cuda":
+            tracer.use_device_clock(CudaClock())
+        if elsewhere := ledger.played_on(players.machine):
+            observer.noticed(elsewhere)
+        render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+        session = Session(experiment, task, ledger, players, render, observer, stop, tracer)
+        check_prompts_fit(session)
+    ledger.log.event("run", event="start", run=run.name, round=ledger.state.round, phase=ledger.state.phase.value)
     return session
 
 

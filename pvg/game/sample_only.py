@@ -17,6 +17,7 @@ from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import Observer
+from pvg.telemetry.spans import span
 
 RoleChoice = Literal["both", "helpful", "sneaky"]
 
@@ -48,6 +49,7 @@ async def sample_only(
             metrics = await _sample_all(session, pool, roles)
         except InterruptedByUser:
             status = "interrupted"
+        session.finish_run(status)
         return Outcome(status, run.path, [metrics], time.perf_counter() - started)
 
 
@@ -57,13 +59,14 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
     info = session.begin("rollouts", len(pool) * len(roles) * size)
     everything: list[Rollout] = []
     started = time.perf_counter()
+    session.first_step()
     for number, first in enumerate(range(0, len(pool), per_chunk)):
         orders = [
             session.order(problem, role, len(roles) * (first + position) + rank, size)
             for position, problem in enumerate(pool[first : first + per_chunk])
             for rank, role in enumerate(roles)
         ]
-        with session.budget.part("rollout"):
+        with span("rollout"):
             groups = await session.players.dispatcher.sample(
                 orders,
                 round_=0,
@@ -72,10 +75,12 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
                 seed=seed_for(session.seed, "rollout", number),
                 prefix=f"rollout/{number:05d}",
             )
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        everything += rollouts
-        session.ledger.keep(rollouts)
-        metrics = sample_metrics(everything, time.perf_counter() - started)
+        session.tell_rollouts(groups, number)
+        with span("record"):
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            everything += rollouts
+            session.ledger.keep(rollouts)
+            metrics = sample_metrics(everything, time.perf_counter() - started)
         session.report_step(info, len(everything), metrics)
         session.commit(step=number + 1)
     session.finish_phase(info, metrics, time.perf_counter() - started)

@@ -14,18 +14,22 @@ from pvg.game.players import Players
 from pvg.game.roles import Render
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.states import GameState
-from pvg.records import Half, Problem, Role
+from pvg.records import Group, Half, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.telemetry.alerts import Alert
-from pvg.telemetry.budget import StepBudget
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.spans import StepBudget, Tracer, add_seconds, span
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pvg.telemetry.monitoring import Monitoring
     from pvg.training.trainer import Trainer
+
+TRAINED_PHASES = frozenset({"train_verifier", "train_prover"})
+TRAINING_PARTS = ("pack", "forward_backward", "optimizer")  # of a budget: the trainer at work
 
 
 class InterruptedByUser(Exception):
@@ -41,9 +45,12 @@ class Session:
     render: Render
     observer: Observer
     stop: asyncio.Event
-    budget: StepBudget = field(default_factory=StepBudget)
+    tracer: Tracer
+    monitoring: Monitoring | None = None
     phase_metrics: dict[str, float | None] = field(default_factory=dict)  # of the newest finished phase
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
+    _outside_steps: dict[str, float] = field(default_factory=dict)  # seconds by part since the last step or phase
+    _all_seconds: dict[str, float] = field(default_factory=dict)  # of this process
 
     @property
     def state(self) -> GameState:
@@ -80,22 +87,87 @@ class Session:
         info = PhaseInfo(state.round, self.experiment.game.rounds, state.phase.value, unit, total, done)
         self.observer.phase_started(info)
         self.ledger.log.event("phase", event="start", round=state.round, phase=state.phase.value, step=state.step)
-        self.budget.close()
-        self.budget.take_spans()
         return info
 
+    def first_step(self) -> None:
+        """What was spent since the last step of the phase before belongs to no step, but to the phase."""
+        add_seconds(self._outside_steps, self._close_budget().exposed)
+
     def report_step(self, info: PhaseInfo, done: int, metrics: Mapping[str, float]) -> None:
-        """Close the step's budget; tell the observer, the metrics file and the spans file."""
-        seconds = self.budget.close()
-        place = {"round": info.round, "phase": info.phase, "step": done}
-        self.ledger.record("step", **place, of=info.total, metrics=finite(metrics), budget=seconds)
-        self.ledger.record_spans(self.budget.take_spans(), **place)
-        self.observer.progressed(Progress(done, dict(metrics), seconds))
+        """Close the step's budget; tell the observer, the metrics file, the spans file and the sinks."""
+        budget = self._close_budget()
+        with span("record"):
+            told = dict(metrics)
+            if info.phase in TRAINED_PHASES:
+                told["trainer_idle"] = self._tell_idle(info, done, budget)
+            seconds = {"budget": budget.exposed, "busy": budget.busy}
+            if budget.device_s:
+                seconds["device_s"] = budget.device_s
+            place = {"round": info.round, "phase": info.phase, "step": done}
+            self.ledger.record("step", **place, of=info.total, metrics=finite(told), **seconds)
+            self._record_spans(**place)
+            if self.monitoring is not None:
+                self.monitoring.step(info.round, info.phase, done, told, budget.exposed, budget.busy)
+            self.observer.progressed(Progress(done, told, budget.exposed))
+
+    def _tell_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
+        """The share of the step in which the trainer did not train."""
+        trained_s = sum(budget.exposed.get(part, 0.0) for part in TRAINING_PARTS)
+        idle_s = budget.wall_s - trained_s
+        times = {"wall_ms": budget.wall_s * 1e3, "train_ms": trained_s * 1e3, "idle_ms": idle_s * 1e3}
+        self.ledger.log.event("step", event="done", phase=info.phase, round=info.round, step=done, **times)
+        return idle_s / budget.wall_s if budget.wall_s > 0 else 0.0
+
+    def _record_spans(self, **place: Any) -> None:
+        shortest_s = self.experiment.telemetry.shortest_span_ms / 1e3
+        spans = [s for s in self.tracer.take_spans() if s.end_s - s.start_s >= shortest_s]
+        self.ledger.record_spans(spans, **place)
+
+    def _close_budget(self) -> StepBudget:
+        budget = self.tracer.close_step()
+        add_seconds(self._all_seconds, budget.exposed)
+        return budget
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float], seconds: float) -> None:
+        """Tell of a finished phase. Its `budget` is what it spent outside of its steps: opening models, committing."""
         self.phase_metrics = finite(metrics)
-        self.ledger.record("phase", round=info.round, phase=info.phase, seconds=seconds, metrics=self.phase_metrics)
+        add_seconds(self._outside_steps, self._close_budget().exposed)
+        outside, self._outside_steps = self._outside_steps, {}
+        place = {"round": info.round, "phase": info.phase}
+        self.ledger.record("phase", **place, seconds=seconds, metrics=self.phase_metrics, budget=outside)
+        self._record_spans(**place, step=info.total)
         self.observer.phase_finished(info, metrics)
+
+    def finish_round(self, metrics: Mapping[str, float]) -> None:
+        self.ledger.record("round", round=self.state.round, metrics=finite(metrics))
+        if self.monitoring is not None:
+            self.monitoring.round(self.state.round, metrics)
+        self.observer.round_finished(self.state.round, metrics)
+
+    def finish_run(self, status: str) -> None:
+        """The last record of a process: where all of its time went."""
+        self._close_budget()
+        seconds = sum(self._all_seconds.values())
+        self.ledger.record("run", status=status, seconds=seconds, budget=self._all_seconds)
+        self.ledger.log.event("run", event="stop", status=status, seconds=seconds)
+
+    def tell_rollouts(self, groups: Sequence[Group], step: int) -> None:
+        """One `[rollout]` line for a batch: truncation, staleness, and how long groups waited for their last member."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        spreads_ms = sorted(group.spread_s * 1e3 for group in groups)
+        version = self.players.engine.version
+        oldest = min(rollout.version for rollout in rollouts)
+        truncated = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+        self.ledger.log.event(
+            "rollout",
+            event="batch",
+            trunc_pct=100 * truncated,
+            current_step=step,
+            ckpt_step=oldest,
+            staleness=version - oldest,
+            group_p50_ms=spreads_ms[len(spreads_ms) // 2],
+            group_max_ms=spreads_ms[-1],
+        )
 
     def tell_about_excluded_sources(self, excluded: Mapping[str, str]) -> None:
         """Alert to sources of the mixture that hold no pair at all: the verifier learns without them."""
@@ -127,26 +199,26 @@ class Session:
 
     def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
         """Commit the state with `changes`; raises InterruptedByUser afterwards if a stop was asked for."""
-        with self.budget.part("checkpoint"):
+        with span("checkpoint"):
             self.ledger.commit(replace(self.state, **changes), checkpoint)
         self.check_stop()
 
     def commit_trainer(self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any) -> None:
         """Commit a trainer after its newest step, with `extra` tensors beside its own. The time is charged to the next
         step: this one's budget is closed, for its metrics are part of the commit."""
-        with self.budget.part("checkpoint"):
+        with span("checkpoint"):
             tensors, meta = trainer.state()
         self.commit(({**tensors, **(extra or {})}, meta), step=trainer.steps_done, **changes)
 
     def commit_state(self, state: GameState) -> None:
         """Commit a state made by `GameState.enter`."""
-        with self.budget.part("checkpoint"):
+        with span("checkpoint"):
             self.ledger.commit(state)
         self.check_stop()
 
     def leave_phase(self, state: GameState) -> None:
         """Commit the `state` that enters the next phase, and with it the manifest of the one that is finished."""
-        with self.budget.part("checkpoint"):
+        with span("checkpoint"):
             self.ledger.commit(state, finished=self.phase_metrics)
         self.check_stop()
 

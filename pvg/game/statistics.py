@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pvg.records import Float32, Role, Rollout
 from pvg.verifier.measures import auc
+
+if TYPE_CHECKING:
+    from pvg.rollout.engine import EngineStats
+    from pvg.verifier.scorer import ScorerStats
 
 Bools = NDArray[np.bool_]
 
@@ -90,4 +95,42 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
         "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / seconds,
+    }
+
+
+def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: float) -> dict[str, float]:
+    """How a batch was sampled in `seconds`, `engine` being what its engine did meanwhile. Latencies (seconds) are of
+    single rollouts, from the request to the last token."""
+    latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
+    p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
+    tokens = sum(len(r.completion_ids) for r in rollouts)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "prompt_tokens_per_s": sum(len(r.prompt_ids) for r in rollouts) / seconds,
+        "completion_tokens": tokens / len(rollouts),
+        "latency_p50_s": p50,
+        "latency_p90_s": p90,
+        "latency_p99_s": p99,
+        "engine_batch": engine.mean_batch,
+        "prefix_share": engine.prefix_share,
+    }
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    """How many versions behind `version` the rollouts are, by their oldest token."""
+    behind_N = version - np.array([r.version for r in rollouts])
+    return {"staleness": float(behind_N.mean()), "staleness_max": float(behind_N.max())}
+
+
+def cache_metrics(before: ScorerStats, after: ScorerStats, asked: int) -> dict[str, float]:
+    """What the score cache did for `asked` solutions between two looks at it; the three counts since it was made.
+
+    `cache_hit_rate` is the share that needed no computation: cached, or the same as another of the batch.
+    """
+    spared = after.hits + after.shared - before.hits - before.shared
+    return {
+        "cache_hit_rate": spared / asked,
+        "cache_hits": float(after.hits),
+        "cache_misses": float(after.misses),
+        "cache_evictions": float(after.evictions),
     }

@@ -20,6 +20,7 @@ from pvg.models.heads import VerifierModel
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.batch import VerifierBatch
@@ -37,19 +38,24 @@ async def train_verifier(session: Session) -> None:
     section, state = session.experiment.verifier, session.state
     info = session.begin("steps", section.steps, state.step)
     started = time.perf_counter()
-    verifier = session.players.open_verifier()
+    with span("open_models"):
+        verifier = session.players.open_verifier()
     try:
-        stream = _open_pairs(session)
-        if state.step == 0:  # a resumed phase has told it
-            _tell_about_sources(session, stream)
-        trainer = _open_trainer(session, verifier, stream)
+        with span("open_models"):
+            stream = _open_pairs(session)
+            if state.step == 0:  # a resumed phase has told it
+                _tell_about_sources(session, stream)
+            trainer = _open_trainer(session, verifier, stream)
+        session.first_step()
         while trainer.steps_done < section.steps:
             await _step(session, trainer, info)
-        metrics = await _calibrate(session, verifier)
-        metrics["pairs_available"] = float(stream.pairs_available)
+        with span("evaluate"):
+            metrics = await _calibrate(session, verifier)
+            metrics["pairs_available"] = float(stream.pairs_available)
         name = verifier_weights_name(state.round)
-        meta = {"round": state.round, "version": verifier.version(), "threshold": metrics["threshold"]}
-        session.ledger.save_weights(name, verifier.trainable_state(), meta)
+        with span("checkpoint"):
+            meta = {"round": state.round, "version": verifier.version(), "threshold": metrics["threshold"]}
+            session.ledger.save_weights(name, verifier.trainable_state(), meta)
         session.finish_phase(info, metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.TRAIN_PROVER)
         session.leave_phase(replace(entered, weights=(*entered.weights, name)))
@@ -119,11 +125,10 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
 
 async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo) -> None:
     started = time.perf_counter()
-    with session.budget.part("wait_for_pairs"):
+    with span("wait_for_pairs"):  # what is left of it: its work has names of its own
         report = await trainer.step()
-        if report is None:
-            raise StateError("The pair stream ended before the verifier's steps were done.")
-        session.budget.charge({k: v for k, v in report.seconds.items() if k != "wait_for_rollouts"})
+    if report is None:
+        raise StateError("The pair stream ended before the verifier's steps were done.")
     metrics = dict(report.metrics)
     metrics["pairs_per_s"] = session.experiment.verifier.pairs / (time.perf_counter() - started)
     done = trainer.steps_done
@@ -146,7 +151,7 @@ async def _calibrate(session: Session, verifier: VerifierModel) -> dict[str, flo
         )
         session.alert([Alert("calibration", message)], section.steps)
         held_out = minted
-    with session.budget.part("score"):
+    with span("score"):
         scores_N = await session.players.scorer(verifier).score(held_out)
     correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
     return {

@@ -16,6 +16,7 @@ from pvg.rollout.limits import ConnectionLimits
 if TYPE_CHECKING:
     from pvg.experiment import Rollouts
     from pvg.models.language_model import LanguageModel
+    from pvg.telemetry.events import Events
 
 __all__ = [
     "ENGINES",
@@ -30,16 +31,25 @@ __all__ = [
 ]
 
 
-def open_engine(section: Rollouts, model: LanguageModel, executor: Executor) -> Engine:
-    """The engine that `section.engine` names; it owns `model` from here on. `executor` does its decoding."""
-    return ENGINES[section.engine](section, model, executor)
+def open_engine(section: Rollouts, model: LanguageModel, executor: Executor, events: Events | None = None) -> Engine:
+    """The engine that `section.engine` names; it owns `model` from here on. `executor` does its decoding, `events` gets
+    its `[gen]` and `[weights]` lines."""
+    return ENGINES[section.engine](section, model, executor, events)
 
 
-def _open_torch(section: Rollouts, model: LanguageModel, executor: Executor) -> Engine:
+def _open_torch(section: Rollouts, model: LanguageModel, executor: Executor, events: Events | None) -> Engine:
     from pvg.rollout.torch_engine import TorchEngine
 
-    return TorchEngine(model, max_rows=section.max_rows, max_in_flight=section.concurrency, executor=executor)
+    return TorchEngine(
+        model,
+        max_rows=section.max_rows,
+        max_in_flight=section.concurrency,
+        executor=executor,
+        events=events,
+        compaction=section.compaction,
+        shared_prefill=section.shared_prefill,
+    )
 
 
 # `rollout.engine` in an experiment.
-ENGINES: dict[str, Callable[[Rollouts, LanguageModel, Executor], Engine]] = {"torch": _open_torch}
+ENGINES: dict[str, Callable[[Rollouts, LanguageModel, Executor, Events | None], Engine]] = {"torch": _open_torch}

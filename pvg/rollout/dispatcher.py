@@ -7,6 +7,7 @@ repeated bit by bit.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ import numpy as np
 from pvg.errors import ConfigurationError
 from pvg.records import Group, Int32, Problem, Role, Rollout
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.telemetry.spans import span
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
@@ -85,12 +87,14 @@ class Dispatcher:
         call = _Call(round_, source, step, seed, prefix)
         semaphore = asyncio.Semaphore(self._concurrency)  # first come, first served
         finished = 0
+        finishes: dict[int, list[float]] = {order.group: [] for order in orders}
 
         async def one(order: GroupOrder, index: int) -> Rollout:
             nonlocal finished
             async with semaphore:
                 rollout = await self._rollout(order, index, call)
             finished += 1
+            finishes[order.group].append(time.perf_counter())
             if on_done is not None:
                 on_done(finished)
             return rollout
@@ -98,7 +102,7 @@ class Dispatcher:
         rollouts = await _all_or_none([one(order, index) for order in orders for index in range(order.size)])
         ends = np.cumsum([order.size for order in orders], dtype=np.int64).tolist()
         return [
-            Group(order.problem, order.role, tuple(rollouts[end - order.size : end]))
+            Group(order.problem, order.role, tuple(rollouts[end - order.size : end]), _spread(finishes[order.group]))
             for order, end in zip(orders, ends, strict=True)
         ]
 
@@ -107,7 +111,9 @@ class Dispatcher:
         seed = request_seed(call.seed, order.group, index)
         request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed)
         completion = await self._engine.generate(request)
-        text = self._tokenizer.decode(_without_stop(completion))
+        with span("grade"):
+            text = self._tokenizer.decode(_without_stop(completion))
+            grade = self._task.grade(order.problem, text)
         return Rollout(
             id=rollout_id,
             problem_id=order.problem.id,
@@ -124,7 +130,7 @@ class Dispatcher:
             spans=completion.spans,
             finish_reason=completion.finish_reason,
             text=text,
-            grade=self._task.grade(order.problem, text),
+            grade=grade,
             timing=completion.timing,
         )
 
@@ -132,6 +138,10 @@ class Dispatcher:
 def request_seed(seed: int, group: int, index: int) -> int:
     """A 64-bit seed for rollout `index` of `group`, unrelated to those of its neighbours. None may be negative."""
     return int(np.random.SeedSequence((seed, group, index)).generate_state(1, np.uint64)[0])
+
+
+def _spread(finishes: Sequence[float]) -> float:
+    return max(finishes) - min(finishes) if finishes else 0.0
 
 
 def _without_stop(completion: Completion) -> Int32:

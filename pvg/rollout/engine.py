@@ -46,11 +46,48 @@ class Completion:
     timing: Timing
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since the engine was opened: batches decoded, their rows, the tokens sampled and the seconds that took;
+    prompt tokens asked for, and those among them that were computed (the others were shared with another request)."""
+
+    batches: int = 0
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    prompt_tokens_computed: int = 0
+
+    @property
+    def mean_batch(self) -> float:
+        """Rows per batch."""
+        return self.rows / self.batches if self.batches else 0.0
+
+    @property
+    def prefix_share(self) -> float:
+        """The share of the prompt tokens that needed no computation."""
+        return 1.0 - self.prompt_tokens_computed / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def since(self, before: EngineStats) -> EngineStats:
+        """What was added after `before` was taken."""
+        return EngineStats(
+            batches=self.batches - before.batches,
+            rows=self.rows - before.rows,
+            tokens=self.tokens - before.tokens,
+            seconds=self.seconds - before.seconds,
+            prompt_tokens=self.prompt_tokens - before.prompt_tokens,
+            prompt_tokens_computed=self.prompt_tokens_computed - before.prompt_tokens_computed,
+        )
+
+
 class Engine(Protocol):
     """Samples completions from one policy; versions count the weights that were loaded into it (0 = as opened)."""
 
     @property
     def version(self) -> int: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     @property
     def max_in_flight(self) -> int:

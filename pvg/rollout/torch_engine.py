@@ -25,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.records import Timing, VersionSpan
+from pvg.records import Int32, Timing, VersionSpan
 from pvg.rollout.decoding import Decoded, decode
-from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
+from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.spans import run_in, submit_in
 from pvg.weights import SyncTiming, WeightUpdate
 
 if TYPE_CHECKING:
@@ -43,21 +45,6 @@ KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Totals since the engine was opened: batches decoded, their rows, the tokens sampled, the seconds it took."""
-
-    batches: int = 0
-    rows: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def mean_batch(self) -> float:
-        """Rows per batch."""
-        return self.rows / self.batches if self.batches else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class _Pending:
     request: GenerationRequest
     future: asyncio.Future[Completion]
@@ -67,11 +54,22 @@ class _Pending:
 class TorchEngine(Engine):
     """Owns `model`. `max_rows` are decoded together, `max_in_flight` requests may wait or run at once.
 
-    `executor` is used for one thing at a time; one thread is enough. A seed's numbers come from Philox, so a request
-    samples the same tokens in any company, up to floating-point ties. Temperatures near 0 tend to greedy choice.
+    `executor` is used for one thing at a time; one thread is enough. `compaction`, `shared_prefill`: see `decode`.
+    A seed's numbers come from Philox, so a request samples the same tokens in any company, up to floating-point ties.
+    Temperatures near 0 tend to greedy choice.
     """
 
-    def __init__(self, model: LanguageModel, *, max_rows: int, max_in_flight: int, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        max_rows: int,
+        max_in_flight: int,
+        executor: Executor,
+        events: Events | None = None,
+        compaction: bool = True,
+        shared_prefill: bool = True,
+    ) -> None:
         if max_rows < 1 or max_in_flight < 1:
             raise ConfigurationError(f"max_rows ({max_rows}) and max_in_flight ({max_in_flight}) must be at least 1.")
         _check_layers(model)
@@ -80,6 +78,9 @@ class TorchEngine(Engine):
         self._max_rows = max_rows
         self._max_in_flight = max_in_flight
         self._executor = executor
+        self._switches = (compaction, shared_prefill)
+        self._shared = shared_prefill
+        self._events = events or Unheard()
         self._queue: deque[_Pending] = deque()
         self._batch: Sequence[_Pending] = ()
         self._dropped_N: NDArray[np.bool_] = np.zeros(0, dtype=bool)
@@ -179,10 +180,13 @@ class TorchEngine(Engine):
         for row, pending in enumerate(batch):
             pending.future.add_done_callback(partial(_drop, self._dropped_N, row))
         requests = [pending.request for pending in batch]
-        started = time.perf_counter()
-        work = asyncio.get_running_loop().run_in_executor(
-            self._executor, decode, self._model.module, requests, self._dropped_N, self._model.device
+        number = self._stats.batches
+        self._events.event(
+            "gen", event="batch.start", batch=number, inflight=self._in_flight, target_batch=self._max_rows
         )
+        started = time.perf_counter()
+        model = self._model
+        work = submit_in(self._executor, decode, model.module, requests, self._dropped_N, model.device, *self._switches)
         try:
             await asyncio.wait([work])
         finally:
@@ -193,7 +197,17 @@ class TorchEngine(Engine):
             for pending in batch:
                 _fail(pending, error)
         else:
-            self._deliver(batch, work.result(), started, ended)
+            results = work.result()
+            self._deliver(batch, results, started, ended)
+            self._events.event(
+                "gen",
+                event="batch.done",
+                batch=number,
+                completions=len(batch),
+                tokens=sum(len(result.token_ids) for result in results),
+                dur_ms=(ended - started) * 1e3,
+                longest_ms=(ended - min(pending.arrived for pending in batch)) * 1e3,
+            )
 
     def _deliver(self, batch: list[_Pending], results: list[Decoded], started: float, ended: float) -> None:
         delivered = 0
@@ -211,16 +225,22 @@ class TorchEngine(Engine):
             )
             pending.future.set_result(completion)
         stats = self._stats
+        prompts = [pending.request.prompt_ids for pending in batch]
+        asked = sum(map(len, prompts))
         self._stats = replace(
             stats,
             batches=stats.batches + 1,
             rows=stats.rows + len(batch),
             tokens=stats.tokens + delivered,
             seconds=stats.seconds + ended - started,
+            prompt_tokens=stats.prompt_tokens + asked,
+            prompt_tokens_computed=stats.prompt_tokens_computed + (_distinct(prompts) if self._shared else asked),
         )
 
     async def _load(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
+        place = {"trace": update.trace_id, "version": update.version}
+        self._events.event("weights", event="server.recv", **place)
         async with self._model_lock:
             self._assert_open()
             if update.version <= self._version:
@@ -228,12 +248,14 @@ class TorchEngine(Engine):
                     f"The engine has version {self._version} of the weights and was sent version {update.version}.",
                     "Versions only go up.",
                 )
+            self._events.event("weights", event="rpc.start", **place)
             started = time.perf_counter()
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._executor, self._model.load_weights, update.tensors)
+            await run_in(self._executor, self._model.load_weights, update.tensors)
             self._version = update.version
         ended = time.perf_counter()
-        return SyncTiming(update.version, wall_ms=(ended - called) * 1e3, rpc_ms=(ended - started) * 1e3)
+        rpc_ms = (ended - started) * 1e3
+        self._events.event("weights", event="rpc.done", **place, rpc_ms=rpc_ms)
+        return SyncTiming(update.version, wall_ms=(ended - called) * 1e3, rpc_ms=rpc_ms)
 
     # --- refusing ----------------------------------------------------------------------------------------------------
 
@@ -299,6 +321,12 @@ def _check_layers(model: LanguageModel) -> None:
             f"The torch engine cannot sample from {type(model.module).__name__}: it has {unknown[0]} layers.",
             "Choose a model with attention layers only.",
         )
+
+
+def _distinct(prompts: Sequence[Int32]) -> int:
+    """Prompt tokens that `decode` computes when equal prompts share their prefill: all but the last of each distinct
+    prompt once, and the last, which is the first input of decoding, for every row."""
+    return sum(len(prompt) - 1 for prompt in {p.tobytes(): p for p in prompts}.values()) + len(prompts)
 
 
 def _closed_error() -> StateError:

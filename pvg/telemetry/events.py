@@ -1,4 +1,4 @@
-"""The event log: one line per event, `[tag] key=value ...`, with monotonic time. `pvg diagnose` will read it.
+"""The event log: one line per event, `[tag] key=value ...`, with monotonic time. `pvg diagnose` reads it.
 
 A line is one `write` of whole bytes in append mode, so that lines of several threads never interleave.
 """
@@ -8,6 +8,19 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Protocol
+
+
+class Events(Protocol):
+    """Where whoever has something to tell puts it: the event log, or nowhere."""
+
+    def event(self, tag: str, **fields: object) -> None: ...
+
+
+class Unheard:
+    """Keeps no events."""
+
+    def event(self, tag: str, **fields: object) -> None: ...
 
 
 def format_event(tag: str, **fields: object) -> str:

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -64,6 +64,12 @@ class StepBudget:
     exposed: Mapping[str, float]
     busy: Mapping[str, float]
     device_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def add_seconds(totals: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add seconds by part to `totals`."""
+    for part, seconds in more.items():
+        totals[part] = totals.get(part, 0.0) + seconds
 
 
 class DeviceClock(Protocol):
@@ -187,7 +193,7 @@ class Tracer:
         self._own: list[_Open] = []  # the driver's spans that ended in this step
         self._foreign: list[_Open] = []  # spans of other tracks that ended in this step
         self._running: dict[int, _Open] = {}  # spans of other tracks that have not
-        self._on_device: list[_Open] = []  # ended, and not yet read from the device's clock
+        self._on_device: list[tuple[Span, list[Any]]] = []  # ended, and not yet read from the device's clock
         self._finished: list[Span] = []
         self._began = clock()
 
@@ -225,8 +231,13 @@ class Tracer:
             exposed[UNACCOUNTED] = busy[UNACCOUNTED] = wall_s - sum(exposed.values())
             return StepBudget(wall_s, exposed, busy, self._read_device())
 
+    def use_device_clock(self, clock: DeviceClock) -> None:
+        """From here on, spans with `device=True` are measured on it too."""
+        self._device_clock = clock
+
     def take_spans(self) -> list[Span]:
-        """The spans that ended since the last call, in the order they ended."""
+        """The spans that ended since the last call, in the order they ended. One that the device has not reached at a
+        close of the step comes after a later one."""
         with self._lock:
             spans, self._finished = self._finished, []
             return spans
@@ -276,24 +287,26 @@ class Tracer:
             self._foreign.append(closed)
         else:
             self._own.append(closed)
-        if closed.marks is not None:
-            self._on_device.append(closed)
         depth = len(stack) - (0 if closed.foreign else 1)
         start_s, end_s = self._origin + closed.start, self._origin + closed.end
-        self._finished.append(Span(closed.name, start_s, end_s, depth, closed.track.name))
+        finished = Span(closed.name, start_s, end_s, depth, closed.track.name)
+        if closed.marks is None:
+            self._finished.append(finished)
+        else:
+            self._on_device.append((finished, closed.marks))
 
     def _read_device(self) -> dict[str, float]:
         """Device seconds by part of the spans that the device has finished; the others count in a later step."""
         seconds: dict[str, float] = {}
         waiting = []
-        for opened in self._on_device:
-            assert opened.marks is not None
+        for finished, marks in self._on_device:
             assert self._device_clock is not None
-            elapsed = self._device_clock.elapsed_s(*opened.marks)
+            elapsed = self._device_clock.elapsed_s(*marks)
             if elapsed is None:
-                waiting.append(opened)
+                waiting.append((finished, marks))
             else:
-                seconds[opened.name] = seconds.get(opened.name, 0.0) + elapsed
+                seconds[finished.name] = seconds.get(finished.name, 0.0) + elapsed
+                self._finished.append(replace(finished, device_s=elapsed))
         self._on_device = waiting
         return seconds
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
+from pvg.telemetry.spans import span, submit_in
 from pvg.training.batch import BatchSource
 from pvg.training.optimizer import (
     MOMENTS,
@@ -58,13 +58,11 @@ class Objective(Protocol[BatchT]):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Optimizer step number `step` (from 0), its metrics (the objective's, grad_norm before clipping, learning_rate),
-    and its seconds by part: wait_for_rollouts, pack, forward_backward, optimizer. A batch that held nothing to learn
-    from moved no weight and has the one metric `skipped`."""
+    """Optimizer step number `step` (from 0) and its metrics (the objective's, grad_norm before clipping,
+    learning_rate). A batch that held nothing to learn from moved no weight and has the one metric `skipped`."""
 
     step: int
     metrics: dict[str, float]
-    seconds: dict[str, float]
 
 
 class Trainer(Generic[BatchT]):
@@ -103,38 +101,33 @@ class Trainer(Generic[BatchT]):
         return self._steps
 
     async def step(self) -> StepReport | None:
-        """Train on the source's next batch; None when the source has no more.
+        """Train on the source's next batch; None when the source has no more. Spans: pack, forward_backward, optimizer.
 
         Cancelling waits for the step that is running in the executor, so that the state is always between steps.
         Raises TrainingDivergedError, with the weights as they were, when the loss or the gradient is not finite.
         """
-        started = time.perf_counter()
         batch = await self._source.next_batch()
         if batch is None:
             return None
-        waited = time.perf_counter() - started
-        running = asyncio.get_running_loop().run_in_executor(self._executor, self._train_on, batch)
+        running = submit_in(self._executor, self._train_on, batch)
         try:
-            report = await asyncio.shield(running)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             await asyncio.wait([running])
             raise
-        report.seconds["wait_for_rollouts"] = waited
-        return report
 
     def _train_on(self, batch: BatchT) -> StepReport:
-        clock = _Clock()
-        micro_batches = self._objective.split(self._objective.prepare(batch))
-        clock.lap("pack")
+        with span("pack"):
+            micro_batches = self._objective.split(self._objective.prepare(batch))
         try:
-            metrics = self._accumulate(micro_batches)
-            clock.lap("forward_backward")
-            # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
-            metrics |= self._update() if micro_batches else {"skipped": 1.0}
-            clock.lap("optimizer")
+            with span("forward_backward", device=True):
+                metrics = self._accumulate(micro_batches)
+            with span("optimizer", device=True):
+                # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
+                metrics |= self._update() if micro_batches else {"skipped": 1.0}
         finally:
             self._optimizer.zero_grad(set_to_none=True)  # gradients need no memory while the next batch is sampled
-        report = StepReport(self._steps, metrics, clock.seconds)
+        report = StepReport(self._steps, metrics)
         self._steps += 1
         return report
 
@@ -234,16 +227,3 @@ def checkpoint_layers(module: nn.Module) -> None:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         layer.training = True
-
-
-class _Clock:
-    """Seconds of consecutive laps by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now

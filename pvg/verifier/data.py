@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Executor
 
 import numpy as np
@@ -13,6 +12,7 @@ from pvg import experiment
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Int32
 from pvg.store.pairs import PairStream
+from pvg.telemetry.spans import run_in, span
 from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.rectangle import batches, rectangle
 from pvg.verifier.template import VerifierTemplate
@@ -53,25 +53,30 @@ class PairSource:
 
     async def next_batch(self) -> VerifierBatch | None:
         """`section.pairs` pairs; never None. Reading, rendering and references run in the executor."""
-        batch = await asyncio.get_running_loop().run_in_executor(self._executor, self._batch, self._step)
+        batch = await run_in(self._executor, self._batch, self._step)
         self._step += 1
         return batch
 
     def _batch(self, step: int) -> VerifierBatch:
-        pairs = self._stream.draw(step, self._section.pairs)
-        drawn_M2 = np.stack([pairs.correct_rows_M, pairs.incorrect_rows_M], axis=1)
-        rows_N, numbers = np.unique(drawn_M2, return_inverse=True)
-        rendered = [
-            self._template.tokens(row.question, row.text, row.completion_ids, self._source_fingerprint)
-            for row in self._stream.rows(rows_N)
-        ]
+        with span("draw_pairs"):
+            pairs = self._stream.draw(step, self._section.pairs)
+            drawn_M2 = np.stack([pairs.correct_rows_M, pairs.incorrect_rows_M], axis=1)
+            rows_N, numbers = np.unique(drawn_M2, return_inverse=True)
+            rendered = [
+                self._template.tokens(row.question, row.text, row.completion_ids, self._source_fingerprint)
+                for row in self._stream.rows(rows_N)
+            ]
         sequences = [ids for ids, _ in rendered]
         prompt_lengths_N = np.array([prompt_length for _, prompt_length in rendered], dtype=np.int32)
+        references_N = None
+        if self._model.needs_reference:
+            with span("reference", device=True):
+                references_N = self._references(rows_N, sequences, prompt_lengths_N)
         return VerifierBatch(
             sequences=sequences,
             prompt_lengths_N=prompt_lengths_N,
             pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
-            references_N=self._references(rows_N, sequences, prompt_lengths_N) if self._model.needs_reference else None,
+            references_N=references_N,
             sources_M=pairs.sources_M,
         )
 

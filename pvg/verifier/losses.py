@@ -49,7 +49,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 class PairObjective:
     """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
-    score_gap (mean over pairs of V_c - V_i)."""
+    score_gap (mean over pairs of V_c - V_i), padding (share of the positions that hold no token)."""
 
     def __init__(self, section: experiment.Verifier, pad_id: int) -> None:
         self._loss = LOSSES[section.loss]
@@ -93,7 +93,10 @@ class PairObjective:
         correct_M, incorrect_M = scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]]
         loss = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
         loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
-        return loss, _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
+        metrics = _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
+        positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
+        metrics.add_mean("padding", positions - int(micro_batch.lengths_N.sum()), positions)
+        return loss, metrics
 
     def _pairs_by_budget(self, batch: VerifierBatch) -> list[NDArray[np.int64]]:
         longest_M = batch.lengths_N[batch.pairs_M2].max(axis=1)

@@ -28,6 +28,7 @@ from torch import Tensor
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Int32, Rollout
+from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
 from pvg.verifier.protocol import Scorer
 from pvg.verifier.rectangle import WIDTH, Rectangle, batches, padded_width, rectangle
@@ -176,10 +177,11 @@ class VerifierScorer(Scorer):
         inputs = [self._input(rollout) for rollout in rollouts]
         while True:
             epoch = self._epoch
-            found = [self._find(input_) for input_ in inputs]
-            waiting = {entry for entry in found if isinstance(entry, asyncio.Future)}
-            if waiting:
-                await asyncio.wait(waiting)  # unlike awaiting them, this does not cancel them when we are cancelled
+            with span("score_queue"):  # around the look-ups too: what they start then counts as work for this wait
+                found = [self._find(input_) for input_ in inputs]
+                waiting = {entry for entry in found if isinstance(entry, asyncio.Future)}
+                if waiting:
+                    await asyncio.wait(waiting)  # unlike awaiting them, this does not cancel them when we are cancelled
             if epoch == self._epoch:
                 scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
                 return np.asarray(scores, dtype=np.float32)
@@ -234,7 +236,7 @@ class VerifierScorer(Scorer):
             self._worker = None
 
     async def _compute(self, jobs: list[_Job]) -> None:
-        work = asyncio.get_running_loop().run_in_executor(self._executor, self._forward, [job.input for job in jobs])
+        work = submit_in(self._executor, self._forward, [job.input for job in jobs])
         await asyncio.wait([work])  # not awaited: its failure belongs to those who wait for the scores
         error = work.exception()
         if error is None:
@@ -266,7 +268,7 @@ class VerifierScorer(Scorer):
     def _forward(self, inputs: list[_Input]) -> _Done:
         """In the executor's thread."""
         began = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), span("score_service", device=True):
             packed = rectangle(
                 [entry.ids for entry in inputs],
                 [entry.prompt_length for entry in inputs],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pvg.errors import ConfigurationError, StateError
+from pvg.telemetry.events import Events, Unheard
 from pvg.weights.update import SyncTiming, WeightUpdate
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 class Publisher:
     """Hands weights to `engines`. Versions only go up, from the newest version any engine has.
 
-    `log` gets one `[weights]` line per update (times in seconds of the monotonic clock).
+    `events` gets the client's `[weights]` lines of every update; the engines tell their side under the same trace id.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, log: Callable[[str], None] | None = None) -> None:
+    def __init__(self, engines: Sequence[Engine], *, events: Events | None = None) -> None:
         if not engines:
             raise ConfigurationError("There is no engine to publish weights to.")
         self._engines = tuple(engines)
-        self._log = log
+        self._events = events or Unheard()
         self._version = max(engine.version for engine in engines)
 
     @property
@@ -49,26 +50,18 @@ class Publisher:
             )
         self._version = version
         update = WeightUpdate(version, tensors, trace_id=uuid.uuid4().hex[:16])
-        sent = time.monotonic()
+        place = {"trace": update.trace_id, "version": version, "engines": len(self._engines)}
+        self._events.event("weights", event="client.send", **place)
+        sent = time.perf_counter()
         outcomes = await asyncio.gather(
             *(engine.load_weights(update) for engine in self._engines), return_exceptions=True
         )
-        done = time.monotonic()
+        wall_ms = (time.perf_counter() - sent) * 1e3
         timings = [outcome for outcome in outcomes if isinstance(outcome, SyncTiming)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if self._log is not None:
-            self._log(_line(update, sent, done, timings, len(failures)))
+        rpc_ms = max((timing.rpc_ms for timing in timings), default=0.0)  # the slowest engine's
+        timing = {"wall_ms": wall_ms, "rpc_ms": rpc_ms, "queue_ms": wall_ms - rpc_ms}
+        self._events.event("weights", event="client.done", **place, failed=len(failures), **timing)
         if failures:
             raise failures[0]
         return timings
-
-
-def _line(update: WeightUpdate, sent: float, done: float, timings: Sequence[SyncTiming], failed: int) -> str:
-    """One event: the update has reached every engine, or some `failed`. The slowest engine gives `rpc_ms`."""
-    wall_ms = (done - sent) * 1e3
-    rpc_ms = max((timing.rpc_ms for timing in timings), default=0.0)
-    return (
-        f"[weights] client.done t={done:.6f} trace={update.trace_id} version={update.version} "
-        f"engines={len(timings) + failed} failed={failed} client.send={sent:.6f} "
-        f"wall_ms={wall_ms:.3f} rpc_ms={rpc_ms:.3f} queue_ms={wall_ms - rpc_ms:.3f}"
-    )

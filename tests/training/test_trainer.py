@@ -17,6 +17,7 @@ from torch import nn
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.experiment import Rollouts, Training
 from pvg.telemetry.metrics import Metrics
+from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer, checkpoint_layers
 
@@ -336,10 +337,17 @@ def test_it_computes_in_the_executor_and_accounts_for_its_time(executor):
         threads.add(threading.current_thread().name)
         return table.sum()
 
-    (report,) = play(scripted([[seen]], executor))
+    async def traced():
+        tracer = Tracer()
+        with tracer.drive():
+            await scripted([[seen]], executor).step()
+            return tracer.close_step(), tracer.take_spans()
+
+    budget, spans = asyncio.run(traced())
     assert threads == {"trainer_0"}
-    assert report.seconds.keys() == {"wait_for_rollouts", "pack", "forward_backward", "optimizer"}
-    assert all(seconds >= 0.0 for seconds in report.seconds.values())
+    assert budget.exposed.keys() == {"pack", "forward_backward", "optimizer", "unaccounted"}
+    assert all(seconds >= 0.0 for seconds in budget.exposed.values())
+    assert {span.track for span in spans} == {"driver"}  # who waits for the thread is the one who works in it
 
 
 def test_precision_decides_what_the_matrix_products_run_in(executor):
