@@ -1,0 +1,278 @@
+"""`data`: the rollout store and the pair stream at growing numbers of pairs. It proves that memory stays flat.
+
+    pvg bench --profile data
+    pvg bench --profile data -s workload.loader=eager -s 'workload.pairs=[5000,50000]'
+
+The rollouts are written through pvg.store.shards into a temporary folder. For every size a fresh process opens them,
+reads a first batch and draws more (pvg.bench.workloads.data_child), so that no size disturbs another's memory.
+`workload.loader = "eager"` is the slow side: every pair as text in one JSONL file, parsed into a list.
+
+Memory is what the loader keeps for itself. Pages of the shards that the kernel maps from its page cache count in the
+derived `resident_mb`, since the kernel takes them back when somebody needs the room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+from pydantic import Field, model_validator
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads.data_child import Order, memory_of
+from pvg.bench.workloads.data_store import StoreShape, check_free_space, write_pairs, write_store
+from pvg.errors import MissingRequirementError
+from pvg.experiment import Count, Section
+from pvg.store.shards import ShardInfo
+from pvg.telemetry.spans import span
+
+MB = 1e6
+WATCH_EVERY_S = 0.005  # between two looks at the child's memory: shorter peaks may be missed
+EAGER_OVERHEAD = 1.5  # memory of the eager loader over the size of its file, with room to spare
+FEWER = "Ask for fewer pairs (-s 'workload.pairs=[5000,50000]')"
+
+
+class Settings(Section):
+    pairs: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (5_000, 50_000, 500_000)
+    loader: Literal["stream", "eager"] = "stream"
+    batches: Count = 200  # drawn and timed after the first
+    batch_pairs: Count = 64
+    solutions: Annotated[int, Field(ge=2)] = 8  # per problem, half of them right: 16 pairs
+    tokens: Annotated[int, Field(ge=16)] = 450  # mean of a solution; 1800 characters
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Settings:
+        if self.solutions % 2:
+            raise ValueError(f"workload.solutions is {self.solutions}, but half of them are right: it must be even")
+        if list(self.pairs) != sorted(set(self.pairs)):
+            raise ValueError("workload.pairs must grow: every size once, the smallest first")
+        return self
+
+
+def make(settings: BenchSettings) -> Workload:
+    return DataWorkload(workload_settings(Settings, settings), settings.experiment.seed)
+
+
+class DataWorkload:
+    """One loader at every size of `settings.pairs`."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._shape = StoreShape(settings.solutions, settings.tokens, seed)
+        self._stack = contextlib.ExitStack()
+        self._directory = Path()
+        self._shards: dict[int, list[ShardInfo]] = {}
+        self._bytes: dict[int, int] = {}
+        self._memory: dict[str, list[float]] = {}
+        self.measures: Mapping[str, Measure] = {
+            "peak_memory_mb": Measure("MB", "lower", "peak_memory_mb of the size that takes most"),
+            **{f"{name}_{label(size)}": measure for size in settings.pairs for name, measure in MEASURES.items()},
+        }
+
+    async def open(self) -> None:
+        """Write what is to be loaded. Raises MissingRequirementError for too little disk or memory, before writing."""
+        if not _knows_memory():
+            raise MissingRequirementError("The data benchmark reads a process's memory from /proc.", "Run it on Linux.")
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-data-"))
+            await asyncio.to_thread(self._write, Path(folder))
+            self._stack = stack.pop_all()
+
+    def _write(self, folder: Path) -> None:
+        settings, shape = self._settings, self._shape
+        self._directory = folder
+        elsewhere = f"{FEWER}, or set TMPDIR to a folder of another disk."
+        if settings.loader == "stream":
+            check_free_space(folder, shape.stored_bytes(settings.pairs[-1]), elsewhere)
+            self._shards = write_store(folder, shape, settings.pairs)
+            self._bytes = {size: sum(info.bytes for info in infos) for size, infos in self._shards.items()}
+        else:
+            self._check_memory(shape.jsonl_bytes(settings.pairs[-1]))
+            check_free_space(folder, sum(map(shape.jsonl_bytes, settings.pairs)), elsewhere)
+            self._bytes = {size: write_pairs(self._jsonl(size), shape, size) for size in settings.pairs}
+
+    def work(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "pairs": [self._shape.pairs_formed(size) for size in settings.pairs],
+            "rollouts": [self._shape.problems_for(size) * settings.solutions for size in settings.pairs],
+            "solutions_per_problem": settings.solutions,
+            "mean_tokens": settings.tokens,
+            "batches": settings.batches + 1,
+            "batch_pairs": settings.batch_pairs,
+            "seed": self._seed,
+        }
+
+    async def sample(self, index: int) -> dict[str, float]:
+        measured: dict[str, float] = {}
+        for size in self._settings.pairs:
+            found = await load_in_child(self._order(size))
+            name = label(size)
+            measured |= {f"{metric}_{name}": found[metric] for metric in MEASURES}
+            for kind in ("resident_mb", "mapped_mb"):
+                self._memory.setdefault(f"{kind}_{name}", []).append(found[kind])
+            self._memory.setdefault(name, []).append(found["peak_memory_mb"])
+        peaks = [measured[f"peak_memory_mb_{label(size)}"] for size in self._settings.pairs]
+        return {"peak_memory_mb": max(peaks), **measured}
+
+    def derived(self) -> dict[str, float]:
+        """By size: MB on the disk, and of memory with mapped pages counted. Over the sizes: memory per further pair."""
+        medians = {name: statistics.median(values) for name, values in self._memory.items()}
+        sizes = self._settings.pairs
+        found = {f"file_mb_{label(size)}": self._bytes[size] / MB for size in sizes}
+        found |= {name: value for name, value in medians.items() if "_mb_" in name}
+        if len(sizes) > 1 and medians:
+            smallest, largest = medians[label(sizes[0])], medians[label(sizes[-1])]
+            further = self._shape.pairs_formed(sizes[-1]) - self._shape.pairs_formed(sizes[0])
+            found["memory_bytes_per_pair"] = (largest - smallest) * MB / further
+        return found
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._stack.close)
+
+    def _order(self, size: int) -> Order:
+        return {
+            "loader": self._settings.loader,
+            "directory": str(self._directory),
+            "shards": [info.plain() for info in self._shards.get(size, [])],
+            "jsonl": str(self._jsonl(size)),
+            "batches": self._settings.batches,
+            "batch_pairs": self._settings.batch_pairs,
+            "seed": self._seed,
+        }
+
+    def _jsonl(self, size: int) -> Path:
+        return self._directory / f"pairs-{size}.jsonl"
+
+    def _check_memory(self, file_bytes: int) -> None:
+        needed, available = EAGER_OVERHEAD * file_bytes, psutil.virtual_memory().available
+        if available < needed:
+            raise MissingRequirementError(
+                f"The eager loader would take about {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are "
+                "available.",
+                f"{FEWER}.",
+            )
+
+
+# By size: the names get the size behind them, such as pairs_per_s_50k.
+MEASURES: Mapping[str, Measure] = {
+    "first_batch_s": Measure("s", "lower", "opening the data and reading the first batch"),
+    "pairs_per_s": Measure("pairs/s", "higher", "drawing batches after the first, and reading their texts"),
+    "peak_memory_mb": Measure("MB", "lower", "most private memory of the loading process beyond what it began with"),
+}
+
+
+def label(size: int) -> str:
+    """5000 -> "5k"."""
+    for unit, name in ((1_000_000, "m"), (1_000, "k")):
+        if size % unit == 0:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
+# --- the child process -------------------------------------------------------------------------------------------
+
+
+async def load_in_child(order: Order) -> dict[str, float]:
+    """Load and draw in a fresh process: seconds, pairs/s, and MB by which its memory grew.
+
+    Raises MissingRequirementError when the process is killed (which is how a machine without memory ends it), and
+    RuntimeError with its last words when it fails.
+    """
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "pvg.bench.workloads.data_child",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
+    errors = asyncio.create_task(child.stderr.read())
+    try:
+        child.stdin.write(json.dumps(order).encode())
+        child.stdin.close()
+        with span("start_process"):
+            started = await _next_line(child.stdout)
+        async with PrivatePeak(child.pid) as peak:
+            with span("first_batch"):
+                first = await _next_line(child.stdout)
+            with span("draw_pairs"):
+                done = await _next_line(child.stdout)
+        await child.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+        said = (await errors).decode(errors="replace").strip()
+    if not done:
+        raise _failure(child.returncode, said)
+    growth = {kind: (done[kind] - started[kind]) / MB for kind in ("private", "resident", "mapped")}
+    return {
+        "first_batch_s": first["first_batch_s"],
+        "pairs_per_s": done["pairs_per_s"],
+        "characters": done["characters"],
+        "peak_memory_mb": max(growth["private"], (peak.bytes - started["private"]) / MB),
+        "resident_mb": growth["resident"],
+        "mapped_mb": max(0.0, growth["mapped"]),
+    }
+
+
+async def _next_line(stream: asyncio.StreamReader) -> dict[str, float]:
+    """The next event; empty when the process has ended."""
+    line = await stream.readline()
+    return dict(json.loads(line)) if line.endswith(b"\n") else {}
+
+
+def _failure(returncode: int | None, said: str) -> Exception:
+    if returncode is not None and returncode < 0:
+        return MissingRequirementError(
+            f"The process that loads the pairs was killed by signal {-returncode}, probably for its memory.",
+            f"{FEWER}.",
+        )
+    return RuntimeError(f"The process that loads the pairs failed (exit code {returncode}): {said}")
+
+
+class PrivatePeak:
+    """Watches a process's private memory: `bytes` is the most that was seen while the context was open."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.bytes = 0
+
+    async def __aenter__(self) -> PrivatePeak:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _watch(self) -> None:
+        while "RssAnon" in (memory := _memory_if_alive(self._pid)):
+            self.bytes = max(self.bytes, memory["RssAnon"])
+            await asyncio.sleep(WATCH_EVERY_S)
+
+
+def _knows_memory() -> bool:
+    return Path("/proc/self/status").exists()
+
+
+def _memory_if_alive(pid: int) -> dict[str, int]:
+    try:
+        return memory_of(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return {}

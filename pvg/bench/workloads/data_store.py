@@ -1,0 +1,157 @@
+"""The stored rollouts, and the JSONL of their pairs, that the `data` workload loads: the same for the same settings.
+
+Every problem has as many right as wrong solutions, so s solutions form (s/2)^2 pairs. Texts, token ids and log-probs
+are slices of a pool that is drawn once: lengths and content vary from row to row, and a quarter of a million rows are
+written in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pvg.errors import MissingRequirementError
+from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
+from pvg.store.shards import RolloutShards, ShardInfo
+
+CHARACTERS_PER_TOKEN = 4  # about what subword vocabularies reach on English text
+VOCABULARY = 49_152  # SmolLM2's
+PROMPT_TOKENS = 50  # a word problem of two or three sentences
+ALPHABET = b'abcdefghijklmnopqrstuvwxyz0123456789+-=. \n"\\'
+ROWS_PER_SHARD = 4096  # what the embedded game mints in a round: 512 problems, 8 solutions each
+POOL_TOKENS = 1 << 20
+# Bytes of a stored row besides its tokens and its text, and of a JSONL line besides its texts, rounded up.
+ROW_OVERHEAD = 800
+LINE_OVERHEAD = 300
+SPARE = 1.15  # of the space that is estimated: lengths are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class StoreShape:
+    """What is stored. `tokens` are the mean of a solution's; `solutions` per problem, half of them right."""
+
+    solutions: int
+    tokens: int
+    seed: int
+
+    @property
+    def pairs_per_problem(self) -> int:
+        return (self.solutions // 2) ** 2
+
+    def pairs_formed(self, pairs: int) -> int:
+        """`pairs`, rounded up to what whole problems form."""
+        return self.problems_for(pairs) * self.pairs_per_problem
+
+    def problems_for(self, pairs: int) -> int:
+        """Whole problems that form at least `pairs` pairs."""
+        return -(-pairs // self.pairs_per_problem)
+
+    def stored_bytes(self, pairs: int) -> int:
+        """About what the shards of `pairs` pairs take on the disk."""
+        per_row = self.tokens * (4 + 4 + CHARACTERS_PER_TOKEN) + ROW_OVERHEAD
+        return int(SPARE * self.problems_for(pairs) * self.solutions * per_row)
+
+    def jsonl_bytes(self, pairs: int) -> int:
+        """About what `pairs` pairs take as text."""
+        per_pair = 2 * self.tokens * CHARACTERS_PER_TOKEN + LINE_OVERHEAD
+        return int(SPARE * pairs * per_pair)
+
+
+def check_free_space(folder: Path, needed: int, remedy: str) -> None:
+    """Raises MissingRequirementError when the disk of `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise MissingRequirementError(
+            f"The data benchmark writes about {needed / 1e9:.2f} GB into {folder}, which has {free / 1e9:.2f} GB free.",
+            remedy,
+        )
+
+
+class SolutionPool:
+    """Rollouts as a function of their problem's number and of the shape."""
+
+    def __init__(self, shape: StoreShape) -> None:
+        self._shape = shape
+        generator = np.random.Generator(np.random.PCG64(shape.seed))
+        longest = 4 * shape.tokens
+        self._ids = generator.integers(0, VOCABULARY, POOL_TOKENS + longest, dtype=np.int32)
+        self._logprobs = -generator.exponential(0.5, POOL_TOKENS + longest).astype(np.float32)
+        letters = generator.choice(np.frombuffer(ALPHABET, np.uint8), (POOL_TOKENS + longest) * CHARACTERS_PER_TOKEN)
+        self._text = letters.tobytes().decode()
+
+    def rollouts(self, problem: int) -> list[Rollout]:
+        """The solutions of one problem: even ones right, odd ones wrong."""
+        shape = self._shape
+        generator = np.random.Generator(np.random.PCG64((shape.seed, problem)))
+        # A gamma distribution of shape 4: most solutions near the mean, a tail up to four times as long.
+        lengths = np.clip(generator.gamma(4.0, shape.tokens / 4, shape.solutions), 8, 4 * shape.tokens).astype(np.int64)
+        starts = generator.integers(0, POOL_TOKENS, shape.solutions)
+        question = self._characters(int(starts[0]), PROMPT_TOKENS)
+        prompt_ids = self._ids[starts[0] : starts[0] + PROMPT_TOKENS]
+        return [
+            Rollout(
+                id=f"bench/{problem:06d}/{number:02d}",
+                problem_id=f"problem-{problem:06d}",
+                question=question,
+                reference="42",
+                role=Role.SNEAKY if number % 2 else Role.HELPFUL,
+                round=0,
+                source=BASE_SOURCE,
+                step=0,
+                group=problem,
+                prompt_ids=prompt_ids,
+                completion_ids=self._ids[start : start + length],
+                logprobs=self._logprobs[start : start + length],
+                spans=(VersionSpan(0, 0),),
+                finish_reason="stop",
+                text=self._characters(start, length),
+                grade=Grade(correct=number % 2 == 0, well_formed=True, answer="42" if number % 2 == 0 else "41"),
+            )
+            for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
+        ]
+
+    def _characters(self, start: int, tokens: int) -> str:
+        return self._text[start * CHARACTERS_PER_TOKEN : (start + tokens) * CHARACTERS_PER_TOKEN]
+
+
+def write_store(directory: Path, shape: StoreShape, sizes: Sequence[int]) -> dict[int, list[ShardInfo]]:
+    """Write the rollouts of the largest size; returns for each size (in pairs) the shards that form it.
+
+    A smaller size is the first shards of a larger one: shards end where a size does.
+    """
+    pool, shards = SolutionPool(shape), RolloutShards(directory)
+    ends = {size: shape.problems_for(size) for size in sizes}
+    written: list[ShardInfo] = []
+    found: dict[int, list[ShardInfo]] = {}
+    per_shard = max(1, ROWS_PER_SHARD // shape.solutions)
+    problem = 0
+    for size in sorted(ends):
+        while problem < ends[size]:
+            stop = min(problem + per_shard, ends[size])
+            rollouts = [rollout for number in range(problem, stop) for rollout in pool.rollouts(number)]
+            written.append(shards.write(0, f"mint-{len(written):05d}", rollouts))
+            problem = stop
+        found[size] = list(written)
+    return found
+
+
+def write_pairs(path: Path, shape: StoreShape, pairs: int) -> int:
+    """Write every pair of the store of that size as one JSON object per line; returns the bytes written."""
+    pool = SolutionPool(shape)
+    with open(path, "w", encoding="utf-8") as file:
+        for problem in range(shape.problems_for(pairs)):
+            file.writelines(json.dumps(pair) + "\n" for pair in _pairs_of(pool.rollouts(problem)))
+        return file.tell()
+
+
+def _pairs_of(rollouts: Sequence[Rollout]) -> Iterator[dict[str, str]]:
+    right = [rollout for rollout in rollouts if rollout.grade.correct]
+    wrong = [rollout for rollout in rollouts if not rollout.grade.correct]
+    for chosen in right:
+        for rejected in wrong:
+            yield {"prompt": chosen.question, "chosen": chosen.text, "rejected": rejected.text}
