@@ -1,0 +1,96 @@
+"""What the rollout and the trainer workload work on: groups of fixed prompts, and batches of rollouts to train on.
+
+Everything follows from the experiment and a seed, so that each sample and each variant does the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pvg.bench.workloads.replay import RecordedBatch
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import Experiment
+from pvg.game.roles import Render, assign_roles
+from pvg.game.seeds import draw_cyclic, generator_for, seed_for
+from pvg.models.language_model import LanguageModel
+from pvg.records import Float32, Rollout
+from pvg.rollout.dispatcher import GroupOrder
+from pvg.tasks.halves import problems_of_half
+from pvg.tasks.task import Task
+from pvg.training.batch import PolicyBatch
+from pvg.training.credit import advantages
+
+
+def fixed_orders(experiment: Experiment, task: Task, render: Render, rollouts: int, seed: int) -> list[GroupOrder]:
+    """Groups of the experiment's size, `rollouts` in all, of the prover's problems and in the game's shares of roles.
+
+    Raises ConfigurationError when that many are not whole groups.
+    """
+    size = experiment.rollout.group_size
+    groups, rest = divmod(rollouts, size)
+    if rest or not groups:
+        raise ConfigurationError(
+            f"workload.rollouts = {rollouts} is no whole number of groups of {size}.",
+            f"Set it to {max(1, groups) * size}, or change rollout.group_size.",
+        )
+    pool = problems_of_half(task, "prover")
+    if not pool:
+        raise ConfigurationError(
+            "The task has no training problems for the prover.", "Raise task.problems or task.limit."
+        )
+    chosen = draw_cyclic(len(pool), 0, groups, seed_for(seed, "bench", "problems"))
+    roles = assign_roles(groups, experiment.game.sneaky_share, generator_for(seed, "bench", "roles"))
+    return [
+        GroupOrder(pool[i], role, render(pool[i], role), group, size)
+        for group, (i, role) in enumerate(zip(chosen, roles, strict=True))
+    ]
+
+
+def recorded_orders(batch: RecordedBatch, task: Task) -> list[GroupOrder]:
+    """The groups that a recorded batch was sampled for: the same prompts, roles and sizes.
+
+    Raises StateError when the task no longer holds one of its problems.
+    """
+    problems = {problem.id: problem for problem in problems_of_half(task, "prover")}
+    members: dict[int, list[Rollout]] = {}
+    for rollout in batch.rollouts:
+        members.setdefault(rollout.group, []).append(rollout)
+    orders = []
+    for group, rollouts in members.items():
+        first = rollouts[0]
+        if first.problem_id not in problems:
+            raise StateError(
+                f"The task no longer holds problem {first.problem_id} of batch {batch.place}.",
+                "Replay the run with the data that it was played with.",
+            )
+        orders.append(GroupOrder(problems[first.problem_id], first.role, first.prompt_ids, group, len(rollouts)))
+    return orders
+
+
+def drawn_rewards(rollouts: Sequence[Rollout], seed: int) -> Float32:
+    """float32 [N], standard normal: the work of a step does not depend on them, as long as each group has a signal."""
+    return generator_for(seed, "bench", "rewards").standard_normal(len(rollouts)).astype(np.float32)
+
+
+def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> PolicyBatch:
+    """The batch as the game builds it (pvg.game.on_policy): the sampler's log-probs, no reference yet."""
+    group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
+    role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
+    return PolicyBatch(
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
+        sampled_logprobs=[r.logprobs for r in rollouts],
+        reference_logprobs=None,
+        advantages_N=advantages(loss, rewards_N, group_ids_N, role_ids_N),
+        role_ids_N=role_ids_N,
+        group_ids_N=group_ids_N,
+        versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
+    )
+
+
+def model_facts(model: LanguageModel) -> dict[str, Any]:
+    """What a report says of a model."""
+    return {"model": model.name, "parameters": model.num_parameters}

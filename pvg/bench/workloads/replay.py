@@ -1,0 +1,113 @@
+"""What a recorded run has for the workloads: the batches its prover was trained on, and how long the trainer took.
+
+Only committed shards are read, and of them only those that hold a chosen batch. Nothing of the run is changed, so a
+run that is being played may be replayed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pvg.errors import StateError, UsageError
+from pvg.records import Rollout
+from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo, read_json_lines
+
+PHASE = "train_prover"
+# What the trainer's own time consists of; old runs lack some of them.
+TRAINER_PARTS = ("reference", "recompute", "pack", "forward_backward", "optimizer")
+
+Place = tuple[int, int]  # round, and number of the batch in its prover phase
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """The rollouts of one on-policy batch, in the order they were trained on; each has its reward."""
+
+    round: int
+    number: int
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def place(self) -> str:
+        return f"{self.round}/{self.number}"
+
+
+def recorded_batches(run: RunDirectory, most: int) -> list[RecordedBatch]:
+    """At most `most` batches of prover training, evenly spread over what the run has committed, in their order.
+
+    Raises UsageError when the run has none, DamagedFileError for a shard that is not what was committed.
+    """
+    shards = RolloutShards(run.path)
+    places: dict[Place, list[ShardInfo]] = {}
+    for info in _prover_shards(run):
+        steps = shards.map(info).column("step").to_numpy()
+        for number in np.unique(steps).tolist():
+            places.setdefault((info.round, number), []).append(info)
+    if not places:
+        raise UsageError(
+            f"The run {run.name!r} has no committed step of prover training, so there is nothing to replay.",
+            "Replay a run that has come to its prover phase, for example one of: pvg train modchain",
+        )
+    batches = []
+    for place in _spread(sorted(places), most):
+        rollouts = [r for info in places[place] for r in shards.read(info) if r.step == place[1]]
+        batches.append(RecordedBatch(*place, tuple(rollouts)))
+    return batches
+
+
+def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch], minibatches: int) -> list[float]:
+    """Seconds that the run's trainer worked on each batch: all of its `minibatches` optimizer steps, waiting left out.
+
+    Raises UsageError when the run's metrics do not tell.
+    """
+    if not run.metrics.is_file():
+        raise UsageError(f"The run {run.name!r} has no {run.metrics.name}, which tells how long its trainer took.")
+    worked: dict[Place, float] = {}
+    for record in read_json_lines(run.metrics):
+        if record.get("kind") == "step" and record.get("phase") == PHASE:
+            worked[record["round"], record["step"]] = _trainer_seconds(record)
+    found = []
+    for batch in batches:
+        steps = range(batch.number * minibatches + 1, (batch.number + 1) * minibatches + 1)  # counted from 1
+        missing = [step for step in steps if (batch.round, step) not in worked]
+        if missing:
+            raise UsageError(
+                f"{run.metrics} lacks step {missing[0]} of prover training in round {batch.round}.",
+                "Its time is needed: replay a run whose metrics are whole.",
+            )
+        found.append(sum(worked[batch.round, step] for step in steps))
+    return found
+
+
+def _trainer_seconds(record: dict[str, Any]) -> float:
+    """Busy where it was recorded: what the trainer worked while something else held the step up counts too."""
+    parts = record.get("busy") or record["budget"]
+    return float(sum(parts.get(part, 0.0) for part in TRAINER_PARTS))
+
+
+def _prover_shards(run: RunDirectory) -> list[ShardInfo]:
+    state = FileStateStore(run.state).load().state
+    infos = [ShardInfo.from_plain(plain) for plain in (state or {"shards": []})["shards"]]
+    return [info for info in infos if info.label.startswith(f"{PHASE}-")]
+
+
+def _spread(places: list[Place], most: int) -> list[Place]:
+    """At most `most` of them at even distances, the first and the last among them."""
+    if len(places) <= most:
+        return places
+    return [places[i] for i in np.linspace(0, len(places) - 1, most).round().astype(int)]
+
+
+def rewards_of(run: RunDirectory, batch: RecordedBatch) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """float32 [N]. Raises StateError when a rollout was stored without its reward."""
+    rewards = [r.reward for r in batch.rollouts]
+    if any(reward is None for reward in rewards):
+        raise StateError(
+            f"The run {run.name!r} has rollouts without a reward in batch {batch.place}.",
+            "Replay a run that this version of pvg has played.",
+        )
+    return np.array(rewards, dtype=np.float32)

@@ -1,0 +1,203 @@
+"""Engine and dispatcher alone: groups of fixed prompts, sampled and graded, by the base prover.
+
+    pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
+    pvg bench --profile rollout --replay RUN       # the prompts of a run, against a trainer that only sleeps
+
+Each request has a seed of its own, the same in every sample: what is sampled depends neither on the batches nor on the
+samples before, up to floating-point ties. So the work is told by the orders, not by the tokens that came of them; those
+are in `derived`.
+
+With `--replay` the trainer's part of the game is slept away: after each batch for as long as the run's trainer took for
+its steps on it. Rates of tokens are those of the sampling, rollouts per second and the trainer's idle share those of
+sampling and sleeping together: what a run with this engine would see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads.fixtures import fixed_orders, model_facts, recorded_orders
+from pvg.bench.workloads.replay import recorded_batches, train_seconds
+from pvg.experiment import Count, Section
+from pvg.game.players import Players
+from pvg.game.roles import prompt_renderer
+from pvg.game.seeds import seed_for
+from pvg.records import Group
+from pvg.rollout.dispatcher import GroupOrder
+from pvg.rollout.engine import EngineStats
+from pvg.tasks import open_task
+from pvg.telemetry.spans import span
+
+MEASURES = {
+    "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of sampling"),
+    "prompt_tokens_per_s": Measure("tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"),
+    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts per second, the trainer's sleep included"),
+    "latency_p50_s": Measure("s", "lower", "a rollout's time in the engine, queued and served: median"),
+    "latency_p90_s": Measure("s", "lower", "the same: 90th percentile"),
+    "latency_p99_s": Measure("s", "lower", "the same: 99th percentile"),
+    "group_straggle_s": Measure("s", "lower", "from a group's first finished rollout to its last: mean over groups"),
+    "engine_batch": Measure("rows", "higher", "rows decoded together, mean over the engine's batches"),
+}
+IDLE = {"trainer_idle": Measure("1", "lower", "share of the wall time in which the trainer would have waited")}
+
+
+class Settings(Section):
+    """The `[workload]` table. `rollouts` and `seed` are for fixed prompts; `batches`, for a replay, is how many of the
+    run's batches a sample goes through (at most, evenly spread over the run)."""
+
+    rollouts: Count = 256
+    seed: int = 0
+    batches: Count = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Orders sampled together, and the seconds that a trainer works on the result. `place` seeds its requests."""
+
+    orders: Sequence[GroupOrder]
+    train_s: float
+    place: str
+
+
+def make(settings: BenchSettings) -> Workload:
+    return RolloutWorkload(settings, workload_settings(Settings, settings))
+
+
+class RolloutWorkload:
+    """See the module. One sample is one call of the dispatcher, or with a replay one per recorded batch."""
+
+    def __init__(self, settings: BenchSettings, own: Settings) -> None:
+        self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
+        self.measures: Mapping[str, Measure] = MEASURES | IDLE if settings.replay else MEASURES
+        self._counted = Counts()
+
+    async def open(self) -> None:
+        task = open_task(self._experiment.task)
+        recorded = self._recorded(task)
+        self._players = Players(self._experiment, task)
+        if recorded is None:
+            render = prompt_renderer(self._experiment.rollout.prompts, self._players.base.tokenizer)
+            try:
+                orders = fixed_orders(self._experiment, task, render, self._own.rollouts, self._own.seed)
+            except BaseException:
+                await self.close()
+                raise
+            recorded = [Batch(orders, 0.0, "fixed")]
+        self._batches = recorded
+
+    def _recorded(self, task: Any) -> list[Batch] | None:
+        if self._replay is None:
+            return None
+        batches = recorded_batches(self._replay, self._own.batches)
+        seconds = train_seconds(self._replay, batches, self._experiment.training.minibatches)
+        return [Batch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
+
+    def work(self) -> dict[str, Any]:
+        orders = [order for batch in self._batches for order in batch.orders]
+        rollout = self._experiment.rollout
+        found = {
+            **model_facts(self._players.base),
+            "task": self._experiment.task.kind,
+            "groups": len(orders),
+            "rollouts": sum(order.size for order in orders),
+            "prompt_tokens": sum(len(order.prompt_ids) * order.size for order in orders),
+            "max_tokens": rollout.max_tokens,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "seed": self._own.seed,
+        }
+        if self._replay is not None:
+            found |= {
+                "replay": self._replay.name,
+                "batches": [batch.place for batch in self._batches],
+                "trainer_sleeps_s": round(sum(batch.train_s for batch in self._batches), 6),
+            }
+        return found
+
+    async def sample(self, index: int) -> dict[str, float]:
+        before, started = self._players.engine.stats, time.perf_counter()
+        groups: list[Group] = []
+        slept_s = 0.0
+        for batch in self._batches:
+            with span("rollout"):
+                groups += await self._sampled(batch)
+            if batch.train_s:
+                slept = time.perf_counter()
+                with span("trainer_sleeps"):
+                    await asyncio.sleep(batch.train_s)
+                slept_s += time.perf_counter() - slept
+        wall_s = time.perf_counter() - started
+        stats = self._players.engine.stats.since(before)
+        self._counted = Counts.of(groups, stats)
+        return self._measured(groups, stats, wall_s, slept_s)
+
+    async def _sampled(self, batch: Batch) -> list[Group]:
+        return await self._players.dispatcher.sample(
+            batch.orders,
+            round_=0,
+            source="bench",
+            step=0,
+            seed=seed_for(self._own.seed, "bench", "requests", batch.place),
+            prefix=f"bench/{batch.place}",
+        )
+
+    def _measured(self, groups: list[Group], stats: EngineStats, wall_s: float, slept_s: float) -> dict[str, float]:
+        counted, sampling_s = self._counted, wall_s - slept_s
+        latencies_N = [r.timing.queued_s + r.timing.service_s for group in groups for r in group.rollouts]
+        p50, p90, p99 = np.percentile(latencies_N, (50, 90, 99)).tolist()
+        values = {
+            "tokens_per_s": counted.completion_tokens / sampling_s,
+            "prompt_tokens_per_s": counted.prompt_tokens / sampling_s,
+            "rollouts_per_s": counted.rollouts / wall_s,
+            "latency_p50_s": p50,
+            "latency_p90_s": p90,
+            "latency_p99_s": p99,
+            "group_straggle_s": float(np.mean([group.spread_s for group in groups])),
+            "engine_batch": stats.mean_batch,
+        }
+        return values | ({"trainer_idle": sampling_s / wall_s} if self._replay is not None else {})
+
+    def derived(self) -> dict[str, float]:
+        """Of the last sample; they are the same in all: the share of prompt tokens whose computation was shared, the
+        mean completion length, all completion tokens, the share of rollouts cut off at max_tokens."""
+        counted = self._counted
+        return {
+            "prefix_share": counted.prefix_share,
+            "completion_length": counted.completion_tokens / counted.rollouts,
+            "completion_tokens": float(counted.completion_tokens),
+            "truncated": counted.truncated / counted.rollouts,
+        }
+
+    async def close(self) -> None:
+        await self._players.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one sample came to."""
+
+    rollouts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    truncated: int = 0
+    prefix_share: float = 0.0
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], stats: EngineStats) -> Counts:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return cls(
+            rollouts=len(rollouts),
+            prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
+            completion_tokens=sum(len(r.completion_ids) for r in rollouts),
+            truncated=sum(r.finish_reason == "length" for r in rollouts),
+            prefix_share=stats.prefix_share,
+        )

@@ -1,0 +1,255 @@
+"""The prover's trainer alone: optimizer steps on recorded rollouts, with everything a step of the game computes.
+
+    pvg bench --profile trainer                             # 256 rollouts, sampled once before the first sample
+    pvg bench --profile trainer --replay RUN                # batches that a run was trained on, with their rewards
+    pvg bench --profile trainer --sweep workload.reference=none,stored,recomputed
+
+One sample trains once on each batch, by the experiment's loss, precision and micro-batches, AdamW's step included, and
+with the forward passes that the experiment asks for beside it: the KL's reference, and the sampler's log-probs computed
+again where `rollout.logprobs` says so. The learning rate is 0. AdamW does the same work at any rate, and the weights
+stay those that the batches were made for: each sample computes what the first one computed, however many there are.
+
+MFU is the share of this machine's own matmul rate (pvg.bench.machine) that goes into floating-point operations which
+the work cannot do without: 6 N T + 12 l d S for forward and backward, and a third of that for a reference's forward,
+with N parameters, T tokens that are no padding, l layers, d = heads x head size, and S the sum over the sequences of
+their squared lengths (PaLM, arXiv 2204.02311, appendix B). What is computed a second time (recomputed log-probs,
+gradient checkpointing) and padding count as time, not as work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from pvg.bench.machine import matmul_gflops
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, model_facts, policy_batch
+from pvg.bench.workloads.replay import recorded_batches, rewards_of
+from pvg.experiment import Count, Experiment, Section, build_experiment
+from pvg.game.players import Players
+from pvg.game.roles import prompt_renderer
+from pvg.game.seeds import seed_for
+from pvg.tasks import open_task
+from pvg.telemetry.spans import span
+from pvg.training.batch import MinibatchSource, PolicyBatch
+from pvg.training.losses import PolicyObjective
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import StepReport, Trainer
+
+if TYPE_CHECKING:
+    from pvg.models.language_model import LanguageModel
+
+MEASURES = {
+    "tokens_per_s": Measure("tokens/s", "higher", "positions trained on, prompts included and padding left out"),
+    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts trained on"),
+    "step_s": Measure("s", "lower", "one optimizer step with all its forward passes"),
+}
+
+
+class Settings(Section):
+    """The `[workload]` table. `rollouts` and `seed` make the batch that is sampled; `batches`, for a replay, is how
+    many of the run's a sample goes through (at most, evenly spread over the run).
+
+    `reference`, where the loss has a KL term: "recomputed" in each step, as the game does; "stored" beforehand, which
+    leaves the same loss without its second forward pass; "none" takes the term out of the loss (training.kl = 0).
+    """
+
+    rollouts: Count = 256
+    seed: int = 0
+    batches: Count = 4
+    reference: Literal["recomputed", "stored", "none"] = "recomputed"
+
+
+def make(settings: BenchSettings) -> Workload:
+    return TrainerWorkload(settings, workload_settings(Settings, settings))
+
+
+class RecordedSource:
+    """A BatchSource that hands the same batches out for ever, each time with the log-probs a step of the game computes
+    for them (spans: reference, recompute)."""
+
+    def __init__(
+        self, batches: list[PolicyBatch], players: Players, learner: LanguageModel, objective: PolicyObjective
+    ) -> None:
+        self._batches = cycle(batches)
+        self._players, self._learner, self._objective = players, learner, objective
+        self._recomputed = players.experiment.rollout.logprobs == "recomputed"
+
+    async def next_batch(self) -> PolicyBatch:
+        batch, compute, objective = next(self._batches), self._players.compute, self._objective
+        if objective.needs_reference and batch.reference_logprobs is None:
+            with span("reference", device=True):
+                reference = await compute(lambda: objective.recompute(self._players.base.module, batch))
+            batch = replace(batch, reference_logprobs=reference)
+        if self._recomputed:
+            with span("recompute", device=True):
+                sampled = await compute(lambda: objective.recompute(self._learner.module, batch))
+            batch = replace(batch, sampled_logprobs=sampled)
+        return batch
+
+
+class TrainerWorkload:
+    """See the module."""
+
+    measures: Mapping[str, Measure] = MEASURES
+
+    def __init__(self, settings: BenchSettings, own: Settings) -> None:
+        self._experiment = _without_kl(settings.experiment) if own.reference == "none" else settings.experiment
+        self._replay, self._own = settings.replay, own
+        self._places: list[str] = []
+        self._seconds: list[float] = []  # of each sample's steps
+        self._reports: list[StepReport] = []  # of the last sample's steps
+
+    async def open(self) -> None:
+        async with AsyncExitStack() as stack:
+            self._players = Players(self._experiment, open_task(self._experiment.task))
+            stack.push_async_callback(self._players.close)
+            self._batches = await self._sampled() if self._replay is None else self._recorded()
+            learner = self._players.base.copy()
+            stack.callback(learner.close)
+            await self._open_trainer(learner)
+            section, device = self._experiment.training, self._players.device.type
+            self._matmul_gflops = await self._players.compute(partial(matmul_gflops, section.precision, device))
+            self._stack = stack.pop_all()
+
+    async def _sampled(self) -> list[PolicyBatch]:
+        players, own = self._players, self._own
+        render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
+        groups = await players.dispatcher.sample(
+            fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed),
+            round_=0,
+            source="bench",
+            step=0,
+            seed=seed_for(own.seed, "bench", "requests", "fixed"),
+            prefix="bench/fixed",
+        )
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return [policy_batch(rollouts, drawn_rewards(rollouts, own.seed), self._experiment.training.loss)]
+
+    def _recorded(self) -> list[PolicyBatch]:
+        assert self._replay is not None
+        recorded = recorded_batches(self._replay, self._own.batches)
+        self._places = [batch.place for batch in recorded]
+        loss = self._experiment.training.loss
+        return [policy_batch(batch.rollouts, rewards_of(self._replay, batch), loss) for batch in recorded]
+
+    async def _open_trainer(self, learner: LanguageModel) -> None:
+        training, players = self._experiment.training, self._players
+        objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
+        self._kl = training.kl if objective.needs_reference else 0.0
+        if self._own.reference == "stored" and objective.needs_reference:
+            for number, batch in enumerate(self._batches):
+                stored = await players.compute(partial(objective.recompute, players.base.module, batch))
+                self._batches[number] = replace(batch, reference_logprobs=stored)
+        learner.module.requires_grad_(True)
+        self._trainer = Trainer(
+            learner.module,
+            objective,
+            OptimizerSettings(
+                learning_rate=0.0,
+                weight_decay=training.weight_decay,
+                beta1=training.beta1,
+                beta2=training.beta2,
+                gradient_clip=training.gradient_clip,
+            ),
+            MinibatchSource(RecordedSource(self._batches, players, learner, objective), training.minibatches),
+            executor=players.executor,
+            precision=training.precision,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
+
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps per sample."""
+        return len(self._batches) * self._experiment.training.minibatches
+
+    @property
+    def _tokens(self) -> int:
+        return int(sum(batch.lengths_N.sum() for batch in self._batches))
+
+    @property
+    def _rollouts(self) -> int:
+        return sum(len(batch) for batch in self._batches)
+
+    def work(self) -> dict[str, Any]:
+        """Mean lengths are rounded: where two tokens were all but tied, another machine may have sampled the other."""
+        prompts = int(sum(batch.prompt_lengths.sum() for batch in self._batches))
+        found = {
+            **model_facts(self._players.base),
+            "task": self._experiment.task.kind,
+            "loss": self._experiment.training.loss,
+            "kl": self._kl,
+            "optimizer_steps": self._steps,
+            "rollouts": self._rollouts,
+            "mean_prompt_tokens": round(prompts / self._rollouts, 1),
+            "mean_completion_tokens": round((self._tokens - prompts) / self._rollouts, 1),
+            "seed": self._own.seed,
+        }
+        return found | ({} if self._replay is None else {"replay": self._replay.name, "batches": self._places})
+
+    async def sample(self, index: int) -> dict[str, float]:
+        started = time.perf_counter()
+        self._reports = [await self._step() for _ in range(self._steps)]
+        if self._players.device.type == "cuda":  # the last step's kernels may still be running
+            await self._players.compute(torch.cuda.synchronize)
+        seconds = time.perf_counter() - started
+        self._seconds.append(seconds)
+        return {
+            "tokens_per_s": self._tokens / seconds,
+            "rollouts_per_s": self._rollouts / seconds,
+            "step_s": seconds / self._steps,
+        }
+
+    async def _step(self) -> StepReport:
+        report = await self._trainer.step()
+        assert report is not None, "the source never ends"
+        return report
+
+    def derived(self) -> dict[str, float]:
+        """tokens and micro-batch padding of one sample, and what the matrix products came to at the median sample."""
+        gflops = self._flops() / statistics.median(self._seconds) / 1e9
+        padded = [report.metrics["padding"] for report in self._reports if "padding" in report.metrics]
+        return {
+            "tokens": float(self._tokens),
+            "padding": float(np.mean(padded)) if padded else 0.0,
+            "gflops": gflops,
+            "matmul_gflops": self._matmul_gflops,
+            "mfu": gflops / self._matmul_gflops,
+        }
+
+    def _flops(self) -> float:
+        """Floating-point operations that one sample cannot do without (see the module)."""
+        lengths = np.concatenate([batch.lengths_N for batch in self._batches])
+        forward = forward_flops(self._players.base, lengths)
+        computes_reference = self._kl > 0.0 and self._own.reference == "recomputed"
+        return forward * (3 + computes_reference)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+    """Floating-point operations of one forward pass over sequences of these lengths: 2 N T + 4 l d S (see the module).
+
+    The count is the usual one, not the least one: attention is not halved for being causal.
+    """
+    config = model.module.config.get_text_config()
+    heads = config.num_attention_heads
+    width = int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+    squares = float(np.square(lengths_N.astype(np.float64)).sum())
+    return 2.0 * model.num_parameters * float(lengths_N.sum()) + 4.0 * int(config.num_hidden_layers) * width * squares
+
+
+def _without_kl(experiment: Experiment) -> Experiment:
+    plain = experiment.plain()
+    return build_experiment({**plain, "training": {**plain["training"], "kl": 0.0}})
