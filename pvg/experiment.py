@@ -512,6 +512,18 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, value.strip()
 
 
+def parse_list(text: str) -> tuple[str, list[Any]]:
+    """`key=a,b,c` -> (key, [a, b, c]): TOML values where the whole list is TOML, otherwise each on its own."""
+    key, separator, values = text.partition("=")
+    key = key.strip()
+    if not separator or not key or not values.strip(" ,"):
+        raise UsageError(f"{text!r} is not of the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
+    try:
+        return key, tomllib.loads(f"values = [{values}]")["values"]
+    except tomllib.TOMLDecodeError:
+        return key, [parse_override(f"{key}={value}")[1] for value in values.split(",") if value.strip()]
+
+
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in plain data."""
     *sections, leaf = key.split(".")

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from pvg.bench.workloads import WORKLOADS
 from pvg.errors import ConfigurationError
 from pvg.experiment import (
     Count,
@@ -56,10 +55,10 @@ class Rung(Section):
 
 
 class Profile(Section):
-    """A profile's file, validated. `headline` is the measure that the ablation table compares."""
+    """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare."""
 
     profile: str
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # reports' files begin with it
     about: str
     experiment: str = "modchain"
     headline: str = "wall_s"
@@ -68,13 +67,6 @@ class Profile(Section):
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
-
-    @field_validator("profile")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in WORKLOADS:
-            raise ValueError(f"there is no workload {value!r}; there are {', '.join(WORKLOADS)}")
-        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +141,11 @@ def parse_overrides(overrides: Sequence[str]) -> list[Change]:
 def settings_of(
     profile: Profile, origin: str, changes: Sequence[Change], replay: RunDirectory | None = None
 ) -> BenchSettings:
-    """The settings of one variant. `origin` is the profile's file."""
+    """The settings of one variant. `origin` is the profile's file. A replay starts from the run's own experiment."""
     own: dict[str, Any] = {}
     workload = dict(profile.workload)
-    data = read_toml(find_experiment(profile.experiment), "experiment")
+    source = find_experiment(profile.experiment) if replay is None else replay.experiment_file
+    data = read_toml(source, "experiment")
     origins: dict[str, str] = {}
     for change in [*_flattened(profile.changes, origin), *changes]:
         origins[change.key] = change.origin

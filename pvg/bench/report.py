@@ -3,8 +3,8 @@
     write_report(path, report)
     report = read_report(path)
 
-Raw samples are kept, so that whoever reads the report can do other statistics than ours. The JSON Schema that comes with
-pvg, `report.schema.json`, is made from these classes by `python -m pvg.bench.report`.
+Raw samples are kept, so that whoever reads the report can do other statistics than ours. The JSON Schema that comes
+with pvg, `report.schema.json`, is made from these classes by `python -m pvg.bench.report`.
 
 Invariant: a report that says "ok" has every metric of every variant, as often as it says; one that failed says why, and
 the variants that failed have no metrics.

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -21,9 +22,10 @@ from typing import Any
 
 from pvg.bench.report import Budget, Samples, Variant
 from pvg.bench.workload import Measure, Workload
-from pvg.errors import PvgError, StateError
-from pvg.telemetry.spans import StepBudget, Tracer
+from pvg.errors import EXIT_CHECK_FAILED, PvgError
+from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer
 
+TRAINING_PARTS = ("pack", "forward_backward", "optimizer")  # of a budget: the trainer at work, as in pvg.game.session
 WALL = "wall_s"
 WALL_MEASURE = Measure("s", "lower", "wall time of one sample")
 
@@ -42,8 +44,10 @@ class SampleTaken:
 OnSample = Callable[[SampleTaken], None]
 
 
-class NotFiniteError(StateError):
+class NotFiniteError(PvgError):
     """A measured value that is no finite number: nothing of that variant can be trusted."""
+
+    exit_code = EXIT_CHECK_FAILED
 
 
 class Trial:
@@ -58,6 +62,7 @@ class Trial:
         label: str = "",
         overrides: Mapping[str, Any] | None = None,
         on_sample: OnSample | None = None,
+        device_clock: DeviceClock | None = None,
     ) -> None:
         self.label = label
         self.warmup, self.repeats = warmup, repeats
@@ -66,17 +71,17 @@ class Trial:
         self._overrides = dict(overrides or {})
         self._on_sample = on_sample
         self._workload: Workload | None = None
-        self._tracer = Tracer()
+        self._measures: Mapping[str, Measure] = {}
+        self._tracer = Tracer(device_clock=device_clock)
         self._values: dict[str, list[float]] = {}
         self._budgets: list[StepBudget] = []
         self._work: dict[str, Any] = {}
         self._derived: dict[str, float] = {}
 
     async def open(self) -> None:
+        gc.collect()  # what an earlier variant left is not to be collected during a sample of this one
         with self._failing(), self._tracer.drive():
             workload = self._make()
-            if WALL in workload.measures:
-                raise ValueError(f"The workload measures {WALL!r} itself; the runner does that.")
             await workload.open()
             self._workload = workload
 
@@ -89,18 +94,22 @@ class Trial:
             values = dict(await self._workload.sample(index))
             budget = self._tracer.close_step()
             self._tracer.take_spans()  # not kept: nothing may grow from sample to sample
-            if values.keys() != self._workload.measures.keys():
-                raise ValueError(f"Measured {sorted(values)}, announced {sorted(self._workload.measures)}.")
-            values[WALL] = budget.wall_s
-            _require_finite(values)
-            warming = index < self.warmup
-            if not warming:
-                self._budgets.append(budget)
-                for name, value in values.items():
-                    self._values.setdefault(name, []).append(value)
-            if self._on_sample is not None:
-                total = self.warmup + self.repeats
-                self._on_sample(SampleTaken(self.label, index + 1, total, warming, budget.wall_s))
+            self._keep(index, values, budget)
+        if self._on_sample is not None and self.error is None:
+            of = self.warmup + self.repeats
+            self._on_sample(SampleTaken(self.label, index + 1, of, index < self.warmup, budget.wall_s))
+
+    def _keep(self, index: int, values: dict[str, float], budget: StepBudget) -> None:
+        assert self._workload is not None
+        self._measures = {WALL: WALL_MEASURE, **self._workload.measures}
+        if WALL in values or {WALL, *values} != self._measures.keys():
+            raise ValueError(f"Measured {sorted(values)}, announced {sorted(self._workload.measures)}.")
+        values[WALL] = budget.wall_s
+        _require_finite(values)
+        if index >= self.warmup:
+            self._budgets.append(budget)
+            for name, value in values.items():
+                self._values.setdefault(name, []).append(value)
 
     def finish(self) -> None:
         """Ask what the work was, and for the derived figures; to be called once, before `close`."""
@@ -108,25 +117,23 @@ class Trial:
             return
         with self._failing():
             self._work = dict(self._workload.work())
-            self._derived = dict(self._workload.derived())
+            self._derived = {**shares(total(self._budgets)), **self._workload.derived()}
             _require_finite(self._derived)
 
     async def close(self) -> None:
-        if self._workload is not None:
+        workload, self._workload = self._workload, None  # its models are not kept while others are measured
+        if workload is not None:
             with self._failing(), self._tracer.drive():
-                await self._workload.close()
+                await workload.close()
 
     def result(self) -> tuple[Variant, dict[str, Any]]:
         """The variant for the report, and what its work was."""
         if self.error is not None:
-            return Variant(
-                label=self.label, overrides=self._overrides, status="failed", reason=str(self.error)
-            ), self._work
-        assert self._workload is not None
-        measures = {WALL: WALL_MEASURE, **self._workload.measures}
+            reason = str(self.error)
+            return Variant(label=self.label, overrides=self._overrides, status="failed", reason=reason), {}
         samples = {
             name: Samples(unit=measure.unit, better=measure.better, values=tuple(self._values[name]))
-            for name, measure in measures.items()
+            for name, measure in self._measures.items()
         }
         return Variant(
             label=self.label,
@@ -188,6 +195,17 @@ def total(budgets: Sequence[StepBudget]) -> Budget:
     )
     wall_s = sum(budget.wall_s for budget in budgets)
     return Budget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
+
+
+def shares(budget: Budget) -> dict[str, float]:
+    """Of the wall time: what no span accounts for, and where a trainer waits for rollouts, what it did not train."""
+    if not budget.wall_s:
+        return {}
+    found = {"unaccounted_share": budget.exposed.get(UNACCOUNTED, 0.0) / budget.wall_s}
+    if "wait_for_rollouts" in budget.exposed:
+        trained_s = sum(budget.exposed.get(part, 0.0) for part in TRAINING_PARTS)
+        found["trainer_idle_share"] = 1.0 - trained_s / budget.wall_s
+    return found
 
 
 def _summed(tables: Iterator[Mapping[str, float]]) -> dict[str, float]:

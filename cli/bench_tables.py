@@ -1,0 +1,202 @@
+"""What `pvg bench` prints: its profiles, the samples of one variant, and the tables over several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cli.output import quiet_table
+from pvg.bench.gains import Gain, gains, headline_of
+from pvg.bench.profile import Profile
+from pvg.bench.report import BenchReport, Samples, Variant
+from pvg.bench.runner import WALL
+from pvg.bench.statistics import RatioInterval, median
+from pvg.reporting.figures import duration, sparkline
+from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
+
+BETTER = {"lower": "↓", "higher": "↑"}
+OTHER_MEASURES = 2  # columns of a sweep's table beside the headline's
+SAMPLE_BARS = 12
+GAIN_BAR = 10  # cells
+
+
+def profiles_table(profiles: Mapping[str, Profile]) -> Group:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, profile in profiles.items():
+        table.add_row(name, profile.about)
+    hint = Text.assemble(("Run one with: ", QUIET), ("pvg bench --profile NAME", "bold cyan"))
+    return Group(table, Text(), hint)
+
+
+def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:
+    """Everything that stands at the end: the figures, the budget, where the report lies, and what to type next."""
+    parts: list[RenderableType] = [headline_text(report)]
+    if report.kind == "bench":
+        parts += one_variant(report.variants[0])
+    else:
+        title = "What each switch bought" if report.kind == "ablation" else "The values"
+        table = ladder_table(report) if report.kind == "ablation" else sweep_table(report)
+        parts += section(title, table)
+        parts += failures(report)
+    parts += [Text(), Text.assemble(("Written to ", QUIET), str(path), (". Next:", QUIET), overflow="fold")]
+    width = max(len(command) for command in commands)
+    parts += [
+        Text.assemble("  ", (f"{command:<{width}}", "bold cyan"), (f"   {what}", QUIET), overflow="fold")
+        for command, what in commands.items()
+    ]
+    return Group(*parts)
+
+
+def headline_text(report: BenchReport) -> Text:
+    seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
+    variants = "" if report.kind == "bench" else f"  {len(report.variants)} variants"
+    interleaved = "  samples taken in turn" if report.config.get("interleave") else ""
+    return Text.assemble(
+        (report.name, "bold"),
+        (f"  {report.kind}{variants}  {report.warmup} + {report.repeats} samples{interleaved}", QUIET),
+        (f"  {duration(seconds)} measured  ", QUIET),
+        (report.status, "green" if report.status == "ok" else "red"),
+    )
+
+
+def one_variant(variant: Variant) -> list[RenderableType]:
+    if variant.status == "failed":
+        return [Text(), Text(f"Failed, and measured nothing: {variant.reason}", style="red")]
+    parts = section("Measured", samples_table(variant))
+    assert variant.budget is not None
+    each = variant.budget.wall_s / variant.budget.steps
+    parts += section("Time budget", BudgetBar(variant.budget.exposed, f"{duration(each)} per sample"))
+    if variant.derived:
+        parts += section("Derived", derived_table(variant.derived))
+    return parts
+
+
+def samples_table(variant: Variant) -> Table:
+    table = quiet_table()
+    table.add_column("measure", no_wrap=True)
+    table.add_column("median", justify="right", style="bold", no_wrap=True)
+    table.add_column("lowest .. highest", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("better", justify="center", style=QUIET)
+    table.add_column("each sample", style=VERIFIER, no_wrap=True)
+    for name, samples in variant.samples.items():
+        factor, unit = scale(samples)
+        table.add_row(
+            name,
+            number(factor * median(samples.values)),
+            f"{number(factor * min(samples.values))} .. {number(factor * max(samples.values))}",
+            unit,
+            BETTER[samples.better],
+            sparkline(samples.values, SAMPLE_BARS),
+        )
+    return table
+
+
+def derived_table(derived: Mapping[str, float]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right", style="bold")
+    for name, value in derived.items():
+        table.add_row(name, number(value))
+    return table
+
+
+def sweep_table(report: BenchReport) -> Table:
+    headline = headline_of(report)
+    measured = next((variant.samples for variant in report.variants if variant.samples), {})
+    others = [name for name in (WALL, *measured) if name != headline and name in measured]
+    others = list(dict.fromkeys(others))[:OTHER_MEASURES]
+    table = quiet_table()
+    table.add_column("", no_wrap=True)
+    table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
+    table.add_column("lowest .. highest", justify="right", no_wrap=True)
+    table.add_column("against the first", no_wrap=True)
+    for name in others:
+        table.add_column(_heading(name, measured), justify="right", no_wrap=True)
+    for gain in gains(report):
+        samples = gain.variant.samples
+        if not samples:
+            table.add_row(gain.variant.label, Text("failed", style="red"))
+            continue
+        low, high = min(samples[headline].values), max(samples[headline].values)
+        table.add_row(
+            gain.variant.label,
+            number(median(samples[headline].values)),
+            f"{number(low)} .. {number(high)}",
+            times(gain.whole),
+            *(number(median(samples[name].values)) for name in others),
+        )
+    return table
+
+
+def ladder_table(report: BenchReport) -> Table:
+    headline, rungs = headline_of(report), gains(report)
+    measured = next((variant.samples for variant in report.variants if variant.samples), {})
+    table = quiet_table()
+    table.add_column("switched to fast, one after the other", overflow="fold")
+    table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
+    table.add_column("bought", no_wrap=True)
+    table.add_column("in all", no_wrap=True)
+    table.add_column("", no_wrap=True, style=VERIFIER)
+    top = max((gain.whole.ratio for gain in rungs if gain.whole is not None), default=1.0)
+    for gain in rungs:
+        label = Text.assemble(gain.variant.label, (f"\n{gain.says}" if gain.says else "", QUIET))
+        if not gain.variant.samples:
+            table.add_row(label, Text("failed", style="red"))
+            continue
+        value = number(median(gain.variant.samples[headline].values))
+        table.add_row(label, value, times(gain.step), _ratio(gain.whole), _bar(gain, top))
+    return table
+
+
+def failures(report: BenchReport) -> list[RenderableType]:
+    failed = [variant for variant in report.variants if variant.status == "failed"]
+    if not failed:
+        return []
+    lines = Text("\n").join(Text.assemble((f"{variant.label}  ", HEADING), variant.reason) for variant in failed)
+    return [Text(), Text("Failed", style="red"), Padding(lines, (0, 0, 0, 2))]
+
+
+def times(interval: RatioInterval | None) -> Text:
+    """`1.42x  1.38 .. 1.47`: green or red where the interval excludes 1."""
+    if interval is None:
+        return Text("")
+    colour = "green" if interval.low > 1 else "red" if interval.high < 1 else QUIET
+    low, high = number(interval.low), number(interval.high)
+    return Text.assemble((f"{interval.ratio:.2f}x", colour), (f"  {low} .. {high}", QUIET))
+
+
+def _ratio(interval: RatioInterval | None) -> Text:
+    return Text("" if interval is None else f"{interval.ratio:.2f}x")
+
+
+def _bar(gain: Gain, top: float) -> str:
+    ratio = 1.0 if gain.whole is None else gain.whole.ratio
+    return "━" * max(1, round(GAIN_BAR * ratio / max(top, 1.0)))
+
+
+def _heading(name: str, measured: Mapping[str, Samples]) -> str:
+    unit = measured[name].unit if name in measured else ""
+    return name if unit in ("", "1") or name.endswith(f"_{unit}") else f"{name}\n{unit}"
+
+
+def scale(samples: Samples) -> tuple[float, str]:
+    """Short times are shown in ms or µs: the factor, and the unit to show."""
+    middle = abs(median(samples.values))
+    if samples.unit != "s" or middle == 0 or middle >= 0.1:
+        return 1.0, "" if samples.unit == "1" else samples.unit
+    return (1e3, "ms") if middle >= 1e-4 else (1e6, "µs")
+
+
+def number(value: float) -> str:
+    """Four significant digits at most, thousands apart: 0.01234, 12.34, 12,345."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
