@@ -125,6 +125,9 @@ def finish(pid: int, pipe: int) -> None:
         raise SystemExit(f"the child failed with status {status}")
 
 
+GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
+
+
 def fingerprint(root: Path) -> dict[str, Any]:
     """Everything of a finished run that must not depend on interruptions."""
     run = RunDirectory.open("drill", root)
@@ -142,7 +145,8 @@ def fingerprint(root: Path) -> dict[str, Any]:
         "rollouts": [repr(replace(r, timing=Timing())) for r in rollouts],
         "ids": [r.id for r in rollouts],
         "rounds": state["rounds"],
-        "steps": [(r["kind"], r["round"], r.get("phase"), r.get("step")) for r in rows],
+        # Samples of the machine and the records of each process are as many as there were seconds and processes.
+        "steps": [(r["kind"], r["round"], r.get("phase"), r.get("step")) for r in rows if r["kind"] in GAME_RECORDS],
         "shards_on_disk": on_disk == sorted(plain["path"] for plain in state["shards"]),
     }
 

@@ -1,0 +1,160 @@
+"""What measuring costs: the telemetry of one step of the game, against the step.
+
+    pvg bench --profile telemetry             # the share, and the whole step with spans
+    pvg bench --profile telemetry --ablate    # whole steps without spans, and with them
+
+A sample plays one real step with the game's own session, spans and records, as `pvg train` does. Then the telemetry of
+exactly that step is done once more without any work between: as many spans in as many tasks, the closing of the budget,
+the records and the event lines written to files. `overhead` is the second over the first. Two whole steps differ by more
+than the telemetry costs, so that their difference alone (the ladder) could not show a share this small.
+
+What runs beside the steps (device sampler, lag monitor) is measured in `open`: `monitoring_cpu` is the share of one
+core that it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads import e2e
+from pvg.game.ledger import Ledger
+from pvg.telemetry.events import EventLog
+from pvg.telemetry.monitoring import Monitoring
+from pvg.telemetry.spans import Span, Tracer, span
+
+REPLAYS = 20  # of a step's telemetry per sample; the median is kept
+
+
+class Settings(e2e.Settings):
+    """The `[workload]` table. `tracing`: whether the step runs under a tracer; `monitored_s`: how long the monitoring
+    is watched (seconds), 0 for not at all."""
+
+    tracing: bool = True
+    monitored_s: float = 3.0
+
+
+def make(settings: BenchSettings) -> Workload:
+    e2e_settings = workload_settings(Settings, settings)
+    return TelemetryCost(settings.experiment, e2e_settings)
+
+
+class TelemetryCost(e2e.EndToEnd):
+    """See the module."""
+
+    measures: Mapping[str, Measure] = {
+        "step_s": Measure("s", "lower", "wall time of one optimizer step, its telemetry included"),
+        "telemetry_s": Measure("s", "lower", "the telemetry of that step, alone"),
+        "overhead": Measure("1", "lower", "telemetry_s / step_s"),
+    }
+
+    def __init__(self, experiment: Any, own: Settings) -> None:
+        super().__init__(experiment, own)
+        self._telemetry = own
+        self._spans: list[Span] = []
+        self._monitoring_cpu = 0.0
+
+    async def open(self) -> None:
+        await super().open()
+        if self._telemetry.monitored_s > 0:
+            self._monitoring_cpu = await self._watch_monitoring(self._telemetry.monitored_s)
+
+    async def sample(self, index: int) -> dict[str, float]:
+        session = self._session
+        session.tracer = tracer = KeepingTracer()
+        watcher = e2e.StepWatcher()
+        session.observer = watcher
+        phase = await self._fresh_phase()
+        if self._telemetry.tracing:
+            with tracer.drive():
+                await phase.play()
+        else:
+            await phase.play()
+        step_s = (time.perf_counter() - session.began) / self._own.steps
+        self._steps = watcher.steps
+        self._spans = tracer.kept
+        telemetry_s = await self._replay() / self._own.steps
+        return {"step_s": step_s, "telemetry_s": telemetry_s, "overhead": telemetry_s / step_s}
+
+    def derived(self) -> dict[str, float]:
+        return {
+            **super().derived(),
+            "spans_per_step": len(self._spans) / self._own.steps,
+            "monitoring_cpu": self._monitoring_cpu,
+        }
+
+    async def _replay(self) -> float:
+        """Seconds for the telemetry of the sample's steps: the median of a few goes."""
+        log = self._session.ledger.log
+        own = [s for s in self._spans if s.track == "driver"]
+        others = [s for s in self._spans if s.track != "driver"]
+        seconds = []
+        for _ in range(REPLAYS):
+            tracer = Tracer()
+            with tracer.drive():
+                started = time.perf_counter()
+                with span("rollout"):
+                    await asyncio.create_task(_open_all(others))
+                await _open_all(own)
+                self._tell(tracer, log, self._session.ledger)
+                seconds.append(time.perf_counter() - started)
+        return sorted(seconds)[REPLAYS // 2]
+
+    def _tell(self, tracer: Tracer, log: EventLog, ledger: Ledger) -> None:
+        """What a session does at the end of a step, and the lines that engine, publisher and session log in one."""
+        budget = tracer.close_step()
+        metrics = self._steps[-1] if self._steps else {}
+        place = {"round": 0, "phase": "train_prover", "step": 1}
+        ledger.record("step", **place, of=1, metrics=dict(metrics), budget=budget.exposed, busy=budget.busy)
+        shortest_s = self._experiment.telemetry.shortest_span_ms / 1e3
+        tracer.take_spans()
+        ledger.record_spans([s for s in self._spans if s.end_s - s.start_s >= shortest_s], **place)
+        for tag in ("gen", "gen", "rollout", "weights", "weights", "weights", "weights", "weights", "step"):
+            log.event(tag, event="replayed", trace="0123456789abcdef", version=1, wall_ms=1.0, rpc_ms=1.0, queue_ms=1.0)
+
+    async def _watch_monitoring(self, seconds: float) -> float:
+        """The share of one core that sampler and lag monitor take while nothing else runs."""
+        idle_s = await _cpu_while_sleeping(seconds)
+        folder: Path = self._session.ledger.directory.path
+        async with Monitoring(
+            self._experiment.telemetry,
+            record=self._session.ledger.record,
+            log=self._session.ledger.log.line,
+            notice=lambda message: None,
+            alert=lambda alert: None,
+            run_directory=folder,
+            name="telemetry",
+            config={},
+        ):
+            watched_s = await _cpu_while_sleeping(seconds)
+        return max(0.0, watched_s - idle_s) / seconds
+
+
+class KeepingTracer(Tracer):
+    """Remembers the spans that were taken from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Span] = []
+
+    def take_spans(self) -> list[Span]:
+        spans = super().take_spans()
+        self.kept += spans
+        return spans
+
+
+async def _open_all(spans: Sequence[Span]) -> None:
+    for each in spans:
+        with span(each.name):
+            pass
+
+
+async def _cpu_while_sleeping(seconds: float) -> float:
+    started = time.process_time()
+    await asyncio.sleep(seconds)
+    return time.process_time() - started
