@@ -1,0 +1,285 @@
+"""What the machine is doing while a run goes on: CPU, memory and GPUs, sampled every few seconds by a thread.
+
+    sampler = DeviceSampler(5.0, on_sample=lambda time, metrics: ..., on_notice=print)
+    sampler.start()
+    ...
+    sampler.stop()
+
+The thread is the sampler's own, so that a stalled event loop does not stop it; `on_sample` and `on_notice` are called
+from it. GPUs are looked at through NVML: all that the driver shows, under NVML's numbers, since an engine beside the
+trainer may use others than this process sees. Without a driver there is one notice, and the rest is sampled all the
+same; a GPU that stops answering is dropped with one notice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import psutil
+
+STOP_LIMIT_S = 5.0  # a driver that hangs must not keep a finished run from ending
+
+OnSample = Callable[[float, dict[str, float]], None]
+
+
+class GpuUnavailableError(Exception):
+    """A GPU, or all of them, cannot be read: the message says why."""
+
+
+class Gpu(Protocol):
+    """One GPU: `read` returns what it offers of utilisation and sm_activity (0..1), memory_bytes, memory_total_bytes
+    and power_w, and raises GpuUnavailableError once it no longer answers."""
+
+    def read(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class DeviceSampler:
+    """Samples every `interval_s` seconds from `start` to `stop`, the first time at once.
+
+    The names are those of the "device" records: cpu (share of all cores of the machine) and process_cpu (cores in use)
+    over the time since the sample before, hence not in the first; rss_bytes of this process and its children, shared
+    pages counted in each; memory_used_bytes and memory_total_bytes of the machine; gpu{i}_... of every GPU.
+    """
+
+    def __init__(
+        self,
+        interval_s: float,
+        on_sample: OnSample,
+        on_notice: Callable[[str], None],
+        *,
+        open_gpus: Callable[[], dict[int, Gpu]] | None = None,
+    ) -> None:
+        self._interval_s = interval_s
+        self._on_sample = on_sample
+        self._on_notice = on_notice
+        self._open_gpus = open_gpus or open_nvml
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wake the thread and wait for its end; a second call does nothing. A notice when the driver holds it."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_LIMIT_S)
+            if self._thread.is_alive():
+                self._on_notice(
+                    f"The GPU driver has not answered for {STOP_LIMIT_S:g} s; its sampling was left behind."
+                )
+
+    def _run(self) -> None:
+        host, gpus = HostReader(), self._opened()
+        try:
+            due = time.monotonic()
+            while not self._stopping.is_set():
+                self._on_sample(time.time(), host.read() | self._read(gpus))
+                due += self._interval_s
+                now = time.monotonic()
+                due = max(due, now)  # a suspended machine does not catch up on the samples it missed
+                self._stopping.wait(min(due - now, threading.TIMEOUT_MAX))
+        finally:
+            for gpu in gpus.values():
+                gpu.close()
+
+    def _opened(self) -> dict[int, Gpu]:
+        try:
+            return self._open_gpus()
+        except GpuUnavailableError as error:
+            self._on_notice(f"No GPU is watched: {error}.")
+            return {}
+
+    def _read(self, gpus: dict[int, Gpu]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for index, gpu in list(gpus.items()):
+            try:
+                found = gpu.read()
+            except GpuUnavailableError as error:
+                self._on_notice(f"GPU {index} is no longer watched: {error}.")
+                gpus.pop(index).close()
+            else:
+                metrics |= {f"gpu{index}_{name}": value for name, value in found.items()}
+        return metrics
+
+
+@dataclass
+class HostReader:
+    """CPU and memory of the machine and of this process with its children. Used by one thread."""
+
+    _process: psutil.Process = field(default_factory=psutil.Process)
+    _cpu_before: dict[psutil.Process, float] = field(default_factory=dict)  # psutil compares pid and birth
+    _machine_before: tuple[float, float] | None = None
+    _read_at: float = 0.0
+
+    def read(self) -> dict[str, float]:
+        now, memory = time.monotonic(), psutil.virtual_memory()
+        seconds, rss = self._processes()
+        metrics = {
+            "rss_bytes": float(rss),
+            "memory_used_bytes": float(memory.total - memory.available),
+            "memory_total_bytes": float(memory.total),
+        }
+        busy, total = _machine_seconds()
+        if self._machine_before is not None:
+            busy_before, total_before = self._machine_before
+            if total > total_before:
+                metrics["cpu"] = min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))
+            if now > self._read_at:
+                # A process that was not there before began meanwhile; one that is gone takes its last bit with it.
+                spent = sum(max(0.0, s - self._cpu_before.get(process, 0.0)) for process, s in seconds.items())
+                metrics["process_cpu"] = spent / (now - self._read_at)
+        self._cpu_before, self._machine_before, self._read_at = seconds, (busy, total), now
+        return metrics
+
+    def _processes(self) -> tuple[dict[psutil.Process, float], int]:
+        """CPU seconds so far by process, and the bytes that all of them hold."""
+        seconds, rss = {}, 0
+        for process in (self._process, *self._process.children(recursive=True)):
+            try:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    rss += process.memory_info().rss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended since it was listed, or became another user
+                continue
+            seconds[process] = times.user + times.system
+        return seconds, rss
+
+
+def _machine_seconds() -> tuple[float, float]:
+    """(busy, all) CPU seconds of the machine since it was started."""
+    times = psutil.cpu_times()
+    # Linux counts guests in `user` too.
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
+# --- NVML -------------------------------------------------------------------------------------------------------------
+
+
+def open_nvml() -> dict[int, Gpu]:
+    """The GPUs that the NVIDIA driver shows, by NVML's number.
+
+    Raises GpuUnavailableError where there is no library, no driver or no GPU.
+    """
+    try:
+        import pynvml
+    except ImportError as error:
+        raise GpuUnavailableError(f"the package nvidia-ml-py is not installed ({error})") from error
+    return gpus_of(pynvml)
+
+
+def gpus_of(nvml: Any) -> dict[int, Gpu]:
+    """The GPUs that `nvml` shows: the module pynvml, or one that behaves like it. Raises GpuUnavailableError."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise GpuUnavailableError(f"NVML could not be started ({error})") from error
+    gpus: dict[int, Gpu] = {}
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            gpus[index] = NvmlGpu(nvml, index)
+    except nvml.NVMLError as error:
+        for gpu in gpus.values():
+            gpu.close()
+        raise GpuUnavailableError(f"NVML does not show the GPUs ({error})") from error
+    finally:
+        nvml.nvmlShutdown()  # NVML counts its users: every GPU keeps it open for itself
+    if not gpus:
+        raise GpuUnavailableError("the driver shows none")
+    return gpus
+
+
+class NvmlGpu:
+    """One GPU through NVML. What this GPU does not offer is left out; any other error means that it is lost."""
+
+    def __init__(self, nvml: Any, index: int) -> None:
+        """Raises nvml.NVMLError."""
+        self._nvml = nvml
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        self._absent: set[Callable[[], dict[str, float]]] = set()
+        self._activity: SmActivity | None = None
+        nvml.nvmlInit()
+        try:
+            self._activity = SmActivity.open(nvml, self._handle)
+        except nvml.NVMLError:
+            nvml.nvmlShutdown()
+            raise
+
+    def read(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for read in (self._utilisation, self._memory, self._power, self._sm_activity):
+            if read in self._absent:
+                continue
+            try:
+                metrics |= read()
+            except self._nvml.NVMLError_NotSupported:
+                self._absent.add(read)
+            except self._nvml.NVMLError as error:
+                raise GpuUnavailableError(str(error)) from error
+        return metrics
+
+    def close(self) -> None:
+        try:
+            if self._activity is not None:
+                self._activity.close()
+            self._nvml.nvmlShutdown()
+        except self._nvml.NVMLError:
+            return  # a lost GPU cannot be told good-bye, and who dropped it has said so
+
+    def _utilisation(self) -> dict[str, float]:
+        return {"utilisation": self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100}
+
+    def _memory(self) -> dict[str, float]:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return {"memory_bytes": float(memory.used), "memory_total_bytes": float(memory.total)}
+
+    def _power(self) -> dict[str, float]:
+        return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
+
+    def _sm_activity(self) -> dict[str, float]:
+        share = self._activity.read() if self._activity is not None else None
+        return {} if share is None else {"sm_activity": share}
+
+
+class SmActivity:
+    """The share of streaming multiprocessors that were busy between two reads: NVML's GPM metrics, Hopper and later."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._older, self._newer = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        self._filled = False
+
+    @classmethod
+    def open(cls, nvml: Any, handle: Any) -> SmActivity | None:
+        """None where the GPU or its driver has no GPM metrics."""
+        try:
+            supported = nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+            return None
+        return cls(nvml, handle) if supported else None
+
+    def read(self) -> float | None:
+        """0..1 since the last read; None in the first, and where the driver has no value for the time between."""
+        nvml = self._nvml
+        nvml.nvmlGpmSampleGet(self._handle, self._newer)
+        filled, self._filled = self._filled, True
+        self._older, self._newer = self._newer, self._older
+        if not filled:
+            return None
+        wanted = nvml.c_nvmlGpmMetricsGet_t()
+        wanted.version, wanted.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
+        wanted.sample1, wanted.sample2 = self._newer, self._older  # they have been swapped
+        wanted.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        found = nvml.nvmlGpmMetricsGet(wanted).metrics[0]
+        return float(found.value) / 100 if found.nvmlReturn == nvml.NVML_SUCCESS else None
+
+    def close(self) -> None:
+        self._nvml.nvmlGpmSampleFree(self._older)
+        self._nvml.nvmlGpmSampleFree(self._newer)

@@ -1,0 +1,139 @@
+"""How late the event loop is: the lag of a tick that should come `hz` times a second, and when to warn of it.
+
+    async with LoopLagMonitor(hz=10.0) as monitor:
+        ...
+        window = monitor.take()              # the lags since the last take
+
+Tick k is due at start + k / hz, whatever happened to the ticks before it. A loop that stalls cannot tick, so one stall
+of ten seconds would otherwise be a single bad sample among good ones (coordinated omission). The rule: when the loop
+runs again, every tick that came due meanwhile counts with its own lag, the time from when it was due until now. At
+10 Hz a stall of one second is thus ten samples, about 1.0, 0.9, ... 0.1 s, and a percentile is the lag that work
+arriving at any moment of the window would have met.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from pvg.experiment import Telemetry
+from pvg.telemetry.alerts import Alert
+
+
+@dataclass(frozen=True, slots=True)
+class LagWindow:
+    """The lags of one window, in seconds. `samples` counts the ticks that were due in it, at least 1."""
+
+    samples: int
+    min_s: float
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, lags: Sequence[float]) -> LagWindow:
+        """Percentiles are nearest-rank: the smallest lag that at least that share of the samples does not exceed.
+
+        Raises ValueError without lags.
+        """
+        if not lags:
+            raise ValueError("a window without samples has no percentiles")
+        ordered = sorted(lags)
+        p50, p90, p99 = (ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1] for percent in (50, 90, 99))
+        return cls(len(ordered), ordered[0], math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of the "loop" records in metrics.jsonl."""
+        return {
+            "lag_min_s": self.min_s,
+            "lag_mean_s": self.mean_s,
+            "lag_p50_s": self.p50_s,
+            "lag_p90_s": self.p90_s,
+            "lag_p99_s": self.p99_s,
+            "lag_max_s": self.max_s,
+            "samples": float(self.samples),
+        }
+
+
+class LoopLagMonitor:
+    """Measures the event loop it is started in, from a task of that loop. `clock` gives seconds that never go back."""
+
+    def __init__(self, hz: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        if not (math.isfinite(hz) and hz > 0):
+            raise ValueError(f"hz must be a positive number, not {hz}")
+        self._period = 1.0 / hz
+        self._clock = clock
+        self._lags = array("d")
+        self._due = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LoopLagMonitor:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Begin to tick. Raises RuntimeError when it is ticking already, or outside an event loop."""
+        if self._task is not None:
+            raise RuntimeError("LoopLagMonitor.start: it has been started already.")
+        self._due = self._clock() + self._period
+        self._task = asyncio.get_running_loop().create_task(self._tick(), name="loop lag")
+
+    async def stop(self) -> None:
+        """Stop ticking; ticks that are overdue count as late until now. What was sampled can still be taken."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        task.cancel()
+        if self._due <= (now := self._clock()):
+            self._count(now)
+        with suppress(asyncio.CancelledError):
+            await task
+
+    def take(self) -> LagWindow | None:
+        """The samples since the last take; None when no tick has come due."""
+        lags, self._lags = self._lags, array("d")
+        return LagWindow.of(lags) if lags else None
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, self._due - self._clock()))
+            self._count(self._clock())
+
+    def _count(self, now: float) -> None:
+        """Count the tick that was slept for, and all others that have come due by `now`."""
+        while True:
+            self._lags.append(max(0.0, now - self._due))  # a timer may fire a little early: uvloop counts milliseconds
+            self._due += self._period
+            if self._due > now:
+                return
+
+
+def warnings(window: LagWindow, section: Telemetry) -> list[Alert]:
+    """One alert for each threshold of `section` that the window exceeds."""
+    measured = {
+        "p90": (window.p90_s, section.loop_lag_p90_s),
+        "p99": (window.p99_s, section.loop_lag_p99_s),
+        "max": (window.max_s, section.loop_lag_max_s),
+    }
+    return [
+        Alert(
+            f"loop_lag_{name}",
+            f"The event loop was held up: {name} of its lag is {lag_s:.3g} s, above telemetry.loop_lag_{name}_s = "
+            f"{limit_s:g} s. Work that should run in a thread runs in the loop.",
+        )
+        for name, (lag_s, limit_s) in measured.items()
+        if lag_s > limit_s
+    ]
