@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import config, doctor, report, rollout, train
+from cli import bench, compare, config, diagnose, doctor, report, rollout, train
 from cli.boundary import Commands
 from pvg import __version__
 
@@ -45,6 +45,9 @@ def main(
 
 train.register(app)
 rollout.register(app)
+bench.register(app)
+compare.register(app)
 report.register(app)
 config.register(app)
 doctor.register(app)
+diagnose.register(app)

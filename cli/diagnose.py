@@ -1,0 +1,92 @@
+"""`pvg diagnose RUN|LOG...`: what holds a run up, read from its event log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.boundary import DebugOption, JsonOption, emit, guarded, say
+from cli.options import RunsOption
+from pvg.errors import EXIT_CHECK_FAILED, UsageError
+
+if TYPE_CHECKING:
+    from pvg.experiment import Telemetry
+
+ANY = "any"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("diagnose")(diagnose)
+
+
+@guarded
+def diagnose(
+    logs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|LOG...", help="A run, or log files of any kind, plain or .gz; - reads stdin."),
+    ],
+    runs: RunsOption = Path("runs"),
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option("--fail-on", metavar="SIGNATURE", help="Exit 1 when this one is found ('any': whichever)."),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Name what holds a run up: queues, reloads, checkpoints, an idle trainer, stragglers, a late event loop."""
+    from cli.output import stdout
+    from pvg.reporting.diagnosis import diagnose as look
+    from pvg.reporting.diagnosis.rendering import rendered
+
+    refused = _checked(fail_on or [])
+    sources, telemetry = _sources(logs, runs)
+    found = look(sources, telemetry)
+    if as_json:
+        emit(found.plain())
+    else:
+        stdout().print(rendered(found))
+    if not found.tally.lines.events:
+        say("There is no event in it. A line looks like: [weights] t=12.3 event=client.done wall_ms=80", "yellow")
+    hit = [finding.signature for finding in found.findings if finding.signature in refused or ANY in refused]
+    if hit:
+        say(f"Found: {', '.join(hit)} (--fail-on).", typer.colors.RED)
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _checked(names: list[str]) -> frozenset[str]:
+    from pvg.experiment import nearest
+    from pvg.reporting.diagnosis import SIGNATURES
+
+    known = [*SIGNATURES, ANY]
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known)
+            raise UsageError(
+                f"There is no signature {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+                f"Known: {', '.join(known)}.",
+            )
+    return frozenset(names)
+
+
+def _sources(logs: list[str], runs: Path) -> tuple[list[str], Telemetry | None]:
+    """The files to read, and of a single run its own warning levels."""
+    from pvg.reporting.diagnosis.lines import STDIN
+    from pvg.store.run_directory import RunDirectory
+
+    sources: list[str] = []
+    telemetry = None
+    for log in logs:
+        if log == STDIN or (Path(log).exists() and not Path(log).is_dir()):
+            sources.append(log)
+            continue
+        run = RunDirectory.open(log, runs)
+        if not run.events.exists():
+            raise UsageError(f"The run {run.name!r} has no {run.events.name}.", "It has not started to play yet.")
+        sources.append(str(run.events))
+        telemetry = run.experiment().telemetry if len(logs) == 1 else None
+    twice = sorted({source for source in sources if sources.count(source) > 1})
+    if twice:
+        raise UsageError(f"{twice[0]} is given twice.", "Name every log once.")
+    return sources, telemetry

@@ -1,0 +1,330 @@
+"""The signatures `pvg diagnose` knows: what each looks like in a tally, what it costs, and which setting to change.
+
+Each is a function from a tally to a `Finding`, to None (looked at, and fine), or to a sentence that says what the log
+would have to hold. Adding one: write the function, name it in SIGNATURES.
+
+A signature is named when its criterion is met and it costs at least LEAST_SHARE of the time; loop lag also when a
+warning level was crossed, since one stall can break what waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pvg.experiment import Telemetry
+from pvg.reporting.diagnosis.lines import Event
+from pvg.reporting.diagnosis.sketches import Related
+from pvg.reporting.diagnosis.tally import Tally
+
+LEAST_SHARE = 0.05  # of the time: mending less than that is lost in the noise between two runs on one machine
+LEAST_EVENTS = 5  # fewer updates or steps show no habit
+DOMINATES = 0.5  # of an update's wall time: the larger half
+CHECKPOINT_SHARE = 0.10  # of the time: a commit insures against a crash; beyond this the premium is too high
+STARVED_SHARE = 0.5  # of the steps' time: sampling and training in turns are balanced there
+STRAGGLING_SHARE = 2 / 3  # of the slowest group's wait: the slowest then takes three times as long as the middle one
+STRAGGLING_RATIO = 3.0  # the same where only whole batches are known: p99 over p50 of the longest request
+LEAST_PAIRS = 20  # fewer updates with a known load tell nothing about it
+RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
+STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    where: str  # log and line
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A signature that was seen. `measured` is compared with `threshold`, both as `criterion` says; `cost_s` seconds
+    are lost, `share` of the time the log spans (None where that is unknown)."""
+
+    signature: str
+    says: str
+    criterion: str
+    measured: float
+    threshold: float
+    cost_s: float
+    share: float | None
+    settings: tuple[str, ...]
+    remedy: str
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LagLimits:
+    """When a lag of the event loop is worth a warning, seconds: telemetry.loop_lag_*."""
+
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, telemetry: Telemetry) -> LagLimits:
+        return cls(telemetry.loop_lag_p90_s, telemetry.loop_lag_p99_s, telemetry.loop_lag_max_s)
+
+
+Looked = Finding | str | None
+
+
+def front_end_queue(tally: Tally, limits: LagLimits) -> Looked:
+    """Weight updates wait in front of the engine, the longer the busier it is; loading them takes what it takes."""
+    queue, wall = tally.sketch("queue_ms"), tally.sketch("wall_ms")
+    if queue.n < LEAST_EVENTS:
+        return f"{queue.n} weight updates with wall and rpc times ([weights] client.done); {LEAST_EVENTS} are needed"
+    share = queue.total / wall.total if wall.total else 0.0
+    if share < DOMINATES or not costs(tally, queue.total):
+        return None
+    says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading"
+    waits, loads = (tally.relations[name].related(LEAST_PAIRS) if name in tally.relations else None for name in RELATED)
+    if waits is None or not tally.load_known:
+        says += ". How this goes with the load of generation cannot be told from these logs."
+    elif rises(waits):
+        says += f"; the wait grows with the load of generation: {across(waits)}"
+        says += f". Loading does not: {across(loads)}." if loads and not rises(loads) else "."
+    else:
+        says += (
+            f". It does not grow with the load ({across(waits)}): look at the network and at the client's event loop."
+        )
+    if (in_server := tally.sketch("in_server_ms")).n:
+        says += f" Once received, an update waits {milliseconds(in_server.quantile(0.5))} in the server (median)."
+    return Finding(
+        signature="front-end-queue",
+        says=says,
+        criterion="queue / wall time of all updates",
+        measured=share,
+        threshold=DOMINATES,
+        cost_s=queue.total / 1e3,
+        share=_share(tally, queue.total),
+        settings=("rollout.concurrency",),
+        remedy="Keep weight updates out of the line of generation requests: give them connections of their own where "
+        "the client shares them, or let fewer requests be in flight.",
+        evidence=_evidence(tally, "queue_ms"),
+    )
+
+
+RELATED = ("queue_ms", "rpc_ms")
+
+
+def engine_reload(tally: Tally, limits: LagLimits) -> Looked:
+    """The engine itself takes long to load the weights."""
+    rpc, wall = tally.sketch("rpc_ms"), tally.sketch("wall_ms")
+    if rpc.n < LEAST_EVENTS:
+        return f"{rpc.n} weight updates with an rpc time ([weights] client.done or rpc.done); {LEAST_EVENTS} are needed"
+    share = min(1.0, rpc.total / wall.total) if wall.total else 1.0  # or the server's log alone
+    if share < DOMINATES or not costs(tally, rpc.total):
+        return None
+    says = (
+        f"Loading weights takes the engine {milliseconds(rpc.quantile(0.5))} (median), {percent(share)} of an "
+        "update's wall time"
+    )
+    loads = tally.relations["rpc_ms"].related(LEAST_PAIRS) if "rpc_ms" in tally.relations else None
+    if loads is not None and tally.load_known and rises(loads):
+        says += f"; more under load: {across(loads)}"
+    return Finding(
+        signature="engine-reload",
+        says=f"{says}.",
+        criterion="rpc / wall time of all updates",
+        measured=share,
+        threshold=DOMINATES,
+        cost_s=rpc.total / 1e3,
+        share=_share(tally, rpc.total),
+        settings=("rollout.dtype", "training.minibatches", "training.groups"),
+        remedy="Send less (bfloat16 is half of float32), or less often: larger batches, and more optimizer steps on "
+        "each. Then look at how the engine reads the weights: from memory, not from a disk.",
+        evidence=_evidence(tally, "rpc_ms"),
+    )
+
+
+def checkpoint(tally: Tally, limits: LagLimits) -> Looked:
+    """Steps wait for checkpoints. Where the log tells of waits, these are the cost, and writing is in the background;
+    where it does not, whoever writes waits."""
+    write, wait = tally.sketch("write_ms"), tally.sketch("wait_ms")
+    if write.n + wait.n < LEAST_EVENTS:
+        return f"{write.n + wait.n} checkpoints ([ckpt] write.done or wait.done); {LEAST_EVENTS} are needed"
+    name, cost = ("wait_ms", wait) if wait.n else ("write_ms", write)
+    share = cost.total / 1e3 / tally.elapsed_s if tally.elapsed_s else 0.0
+    if share < CHECKPOINT_SHARE:
+        return None
+    what = "Steps wait for checkpoints" if wait.n else "Checkpoints are written"
+    says = f"{what} {percent(share)} of the time: {milliseconds(cost.quantile(0.5))} each (median)."
+    if wait.n and write.n:
+        says += f" Writing one takes {milliseconds(write.quantile(0.5))}."
+    return Finding(
+        signature="checkpoint",
+        says=says,
+        criterion=f"{name} / time",
+        measured=share,
+        threshold=CHECKPOINT_SHARE,
+        cost_s=cost.total / 1e3,
+        share=_share(tally, cost.total),
+        settings=("store.commit_every", "store.root"),
+        remedy="Commit less often, or put the runs on a faster disk.",
+        evidence=_evidence(tally, name),
+    )
+
+
+def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
+    """The trainer waits for something to train on."""
+    steps = sum(int(sums["steps"]) for sums in tally.phases.values())
+    if steps < LEAST_EVENTS:
+        return f"{steps} steps with idle times ([step] done); {LEAST_EVENTS} are needed"
+    phase, sums = max(tally.phases.items(), key=lambda item: item[1]["idle_ms"])
+    share = sums["idle_ms"] / sums["wall_ms"] if sums["wall_ms"] else 0.0
+    if share < STARVED_SHARE or not costs(tally, sums["idle_ms"]):
+        return None
+    says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for what it trains on."
+    longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
+    if longest.n and batch.n and longest.total > 1.5 * batch.total:
+        says += (
+            f" Requests wait for a place in the engine's batch: the longest of a batch takes "
+            f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
+        )
+    return Finding(
+        signature="starved-trainer",
+        says=says,
+        criterion="idle / wall time of the steps",
+        measured=share,
+        threshold=STARVED_SHARE,
+        cost_s=sums["idle_ms"] / 1e3,
+        share=_share(tally, sums["idle_ms"]),
+        settings=("rollout.max_rows", "rollout.concurrency", "rollout.max_tokens", "training.minibatches"),
+        remedy="Sample faster (more rows decoded together, shorter completions) or train more on each batch; the time "
+        "budget of `pvg report` says what the steps wait for.",
+        evidence=_evidence(tally, "step.idle_ms"),
+    )
+
+
+def stragglers(tally: Tally, limits: LagLimits) -> Looked:
+    """One slow rollout holds up its group, and its group the batch."""
+    excess, longest = tally.sketch("group_excess_ms"), tally.sketch("longest_ms")
+    if excess.n < LEAST_EVENTS:
+        if longest.n < LEAST_EVENTS:
+            return f"{excess.n} batches with group times ([rollout] batch); {LEAST_EVENTS} are needed"
+        return _straggling_batches(tally)
+    slowest = tally.sketch("group_max_ms")
+    share = excess.total / slowest.total if slowest.total else 0.0
+    if share < STRAGGLING_SHARE or not costs(tally, excess.total):
+        return None
+    middle = tally.sketch("group_p50_ms")
+    says = (
+        f"The slowest group of a batch waits {milliseconds(slowest.quantile(0.5))} for its last rollout, the middle "
+        f"group {milliseconds(middle.quantile(0.5))} (medians over {excess.n} batches)."
+    )
+    return _straggling(tally, says, "(slowest - middle) / slowest group's wait", share, STRAGGLING_SHARE, excess.total)
+
+
+def _straggling_batches(tally: Tally) -> Looked:
+    """Without group times: batches whose longest request took far longer than that of the middle batch."""
+    longest = tally.sketch("longest_ms")
+    middle, tail = longest.quantile(0.5), longest.quantile(0.99)
+    ratio, cost_ms = tail / max(middle, 1e-3), longest.excess_over(middle)
+    if ratio < STRAGGLING_RATIO or not costs(tally, cost_ms):
+        return None
+    says = f"One batch in a hundred waits {milliseconds(tail)} for its longest request, the middle one "
+    says += f"{milliseconds(middle)}."
+    return _straggling(tally, says, "p99 / p50 of a batch's longest request", ratio, STRAGGLING_RATIO, cost_ms)
+
+
+def _straggling(tally: Tally, says: str, criterion: str, measured: float, threshold: float, cost_ms: float) -> Finding:
+    return Finding(
+        signature="stragglers",
+        says=says,
+        criterion=criterion,
+        measured=measured,
+        threshold=threshold,
+        cost_s=cost_ms / 1e3,
+        share=_share(tally, cost_ms),
+        settings=("rollout.max_tokens", "training.overlong_buffer", "rollout.max_rows"),
+        remedy="Cut or discourage very long completions; make rollout.max_rows a multiple of rollout.group_size, so "
+        "that a group is decoded in one batch.",
+        evidence=_evidence(tally, "group_excess_ms" if "group_excess_ms" in tally.worst else "longest_ms"),
+    )
+
+
+def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
+    """The event loop stands still: whatever is on it, requests and weight updates too, is late."""
+    if not tally.sketch("lag.max_ms").n:
+        return "measurements of the event loop ([loop] lag)"
+    crossed = {
+        name: tally.sketch(f"lag.{name}_ms").largest / 1e3 / limit
+        for name, limit in (("p90", limits.p90_s), ("p99", limits.p99_s), ("max", limits.max_s))
+    }
+    name, ratio = max(crossed.items(), key=lambda item: item[1])
+    if ratio <= 1.0 and not costs(tally, tally.lagged_ms):
+        return None
+    largest = tally.sketch(f"lag.{name}_ms").largest
+    says = f"The event loop was late by {milliseconds(tally.sketch('lag.max_ms').largest)} at worst"
+    if ratio > 1.0:
+        level = milliseconds(largest / ratio)
+        says += f"; the {name} of a window reached {milliseconds(largest)} (warning level {level})"
+        criterion, measured, threshold = f"largest {name} / its warning level", ratio, 1.0
+    else:
+        criterion, measured, threshold = "time standing still / time", _share(tally, tally.lagged_ms) or 0, LEAST_SHARE
+    return Finding(
+        signature="loop-lag",
+        says=f"{says}. It stood still for at least {milliseconds(tally.lagged_ms)} in all.",
+        criterion=criterion,
+        measured=measured,
+        threshold=threshold,
+        cost_s=tally.lagged_ms / 1e3,
+        share=_share(tally, tally.lagged_ms),
+        settings=("telemetry.event_loop", "rollout.concurrency"),
+        remedy="Something computes on the event loop: `pvg profile --stage e2e` shows what; move it into a thread. "
+        "The warning levels are telemetry.loop_lag_p90_s, _p99_s and _max_s.",
+        evidence=_evidence(tally, f"lag.{name}_ms" if ratio > 1.0 else "lag.max_ms"),
+    )
+
+
+SIGNATURES: dict[str, Callable[[Tally, LagLimits], Looked]] = {
+    "front-end-queue": front_end_queue,
+    "engine-reload": engine_reload,
+    "checkpoint": checkpoint,
+    "starved-trainer": starved_trainer,
+    "stragglers": stragglers,
+    "loop-lag": loop_lag,
+}
+
+
+# --- shared by the signatures ----------------------------------------------------------------------------------------
+
+
+def costs(tally: Tally, cost_ms: float) -> bool:
+    """Whether it is worth naming. Where the time is unknown everything is."""
+    share = _share(tally, cost_ms)
+    return share is None or share >= LEAST_SHARE
+
+
+def rises(related: Related) -> bool:
+    return related.correlation >= max(RISES, STANDARD_ERRORS / math.sqrt(max(1, related.n - 1)))
+
+
+def across(related: Related | None) -> str:
+    """`0.3 s at 4 requests in flight, 7.9 s at 180 (rank correlation 0.81)`."""
+    assert related is not None
+    return (
+        f"{milliseconds(related.idle)} at {related.idle_load:g} requests in flight, {milliseconds(related.busy)} at "
+        f"{related.busy_load:g} (rank correlation {related.correlation:.2f})"
+    )
+
+
+def milliseconds(value: float) -> str:
+    """12.3 -> `12.3 ms`, 8580 -> `8.58 s`, 125000 -> `125 s`."""
+    if value < 999.5:
+        return f"{value:.3g} ms"
+    return f"{value / 1e3:.3g} s" if value < 999.5e3 else f"{value / 1e3:,.0f} s"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
+
+
+def _share(tally: Tally, cost_ms: float) -> float | None:
+    return cost_ms / 1e3 / tally.elapsed_s if tally.elapsed_s else None
+
+
+def _evidence(tally: Tally, name: str) -> tuple[Evidence, ...]:
+    worst: list[Event] = tally.worst[name].events()
+    return tuple(Evidence(tally.where(event), event.text) for event in worst)

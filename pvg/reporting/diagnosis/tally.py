@@ -1,0 +1,219 @@
+"""Everything the diagnosis knows of a log, gathered event by event in bounded memory.
+
+    tally = read_logs(["events.log", "server.log.gz"])
+    tally.sketch("queue_ms").quantile(0.95)
+
+Quantities are named as in the log (`wall_ms`, `queue_ms`, `rpc_ms`, `write_ms`, `wait_ms`, `dur_ms`, ...), with a
+prefix where two tags share a name (`step.wall_ms`).
+
+Several logs are read side by side in the order of their times, as if they were one: the load of generation at a line is
+what the lines before it say. Where the logs' clocks differ this order means nothing; `load_known` is False then.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pvg.reporting.diagnosis.lines import STDIN, Event, EventReader, LineCounts, MalformedLineError, open_log
+from pvg.reporting.diagnosis.sketches import Relation, Sketch, Worst
+from pvg.reporting.diagnosis.updates import SERVER_EVENTS, Pairing, Update
+
+RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
+NAMES = 64  # kinds of events and phases that are told apart; a log of garbage must not fill the memory
+REST = "(others)"
+
+# What goes into a sketch as it stands: tag, event, field -> name of the quantity. Fields of [weights] and [step] have
+# functions of their own.
+PLAIN = {
+    ("ckpt", "write.done"): {"write_ms": "write_ms"},
+    ("ckpt", "wait.done"): {"wait_ms": "wait_ms"},
+    ("gen", "batch.done"): {"dur_ms": "dur_ms", "longest_ms": "longest_ms"},
+    ("rollout", "batch"): {"group_p50_ms": "group_p50_ms", "group_max_ms": "group_max_ms"},
+    ("loop", "lag"): {"p50_ms": "lag.p50_ms", "p90_ms": "lag.p90_ms", "p99_ms": "lag.p99_ms", "max_ms": "lag.max_ms"},
+}
+# What else is read of a tag's lines.
+MORE = {"gen": ("inflight", "completions"), "loop": ("samples",)}
+# Quantities whose relation to the load of generation is looked at.
+RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
+
+
+@dataclass(slots=True)
+class Elapsed:
+    """The time that one log's driver lines span, in seconds, without the gaps between its sessions."""
+
+    total: float = 0.0
+    _last: float | None = None
+
+    def see(self, event: Event) -> None:
+        began = event.tag == "run" and event.name == "start"
+        if self._last is None or began or abs(event.t - self._last) > RESTART_S:
+            self._last = event.t
+        elif event.t > self._last:  # lines of several threads may stand in another order than their times
+            self.total += event.t - self._last
+            self._last = event.t
+
+
+@dataclass(slots=True)
+class Tally:
+    sources: tuple[str, ...]
+    lines: LineCounts = field(default_factory=LineCounts)
+    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sketches: dict[str, Sketch] = field(default_factory=lambda: defaultdict(Sketch))
+    relations: dict[str, Relation] = field(default_factory=lambda: defaultdict(Relation))
+    worst: dict[str, Worst] = field(default_factory=lambda: defaultdict(Worst))
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
+    lagged_ms: float = 0.0  # a lower bound of the time in which the event loop stood still
+    pairing: Pairing = field(init=False)
+    _driver: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
+    _all: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
+    _load: dict[int, float] = field(default_factory=dict)  # requests in generation, by log
+
+    def __post_init__(self) -> None:
+        self.pairing = Pairing(self._update)
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def sketch(self, name: str) -> Sketch:
+        return self.sketches.get(name) or Sketch()
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the run (of several: all of them) took, as far as the lines tell. 0 for a single line."""
+        clocks = self._driver or self._all
+        return sum(clock.total for clock in clocks.values())
+
+    @property
+    def load_known(self) -> bool:
+        """Whether the load at an update is what the lines before it say."""
+        return bool(self._load) and (len(self.sources) == 1 or self.pairing.offset.same_clock)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The logs as lines are cited: by file name, where that tells them apart."""
+        names = tuple(Path(source).name for source in self.sources)
+        return names if len(set(names)) == len(names) else self.sources
+
+    def where(self, event: Event) -> str:
+        return f"{self.labels[event.source]}:{event.line}"
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def add(self, event: Event) -> None:
+        """Raises MalformedLineError, and has noted nothing of the line then but its time."""
+        self._time(event)
+        if event.tag == "weights":
+            self.pairing.add(event, self.load)
+        elif event.tag == "step" and event.name == "done":
+            self._step(event)
+        else:
+            self._plain(event)
+        kind = (event.tag, event.name)
+        self.kinds[kind if kind in self.kinds or len(self.kinds) < NAMES else (REST, REST)] += 1
+
+    @property
+    def load(self) -> float | None:
+        """Requests in generation, over all engines; None before the first line that says so."""
+        return sum(self._load.values()) if self._load else None
+
+    def _time(self, event: Event) -> None:
+        self._all[event.source].see(event)
+        if event.name not in SERVER_EVENTS and event.tag != "gen":  # these may have another machine's clock
+            self._driver[event.source].see(event)
+
+    def _plain(self, event: Event) -> None:
+        names = PLAIN.get((event.tag, event.name), {})
+        values = {key: event.number(key) for key in (*names, *MORE.get(event.tag, ()))}
+        for key, name in names.items():
+            self._note(name, values[key], event)
+        if event.tag == "gen":
+            self._generation(event, values)
+        elif event.tag == "rollout":
+            middle_ms, longest_ms = values.get("group_p50_ms"), values.get("group_max_ms")
+            if middle_ms is not None and longest_ms is not None:
+                self._note("group_excess_ms", max(0.0, longest_ms - middle_ms), event)
+        elif event.tag == "loop" and event.name == "lag":
+            self._lag(values)
+
+    def _generation(self, event: Event, values: dict[str, float | None]) -> None:
+        inflight, completions = values["inflight"], values["completions"]
+        if inflight is not None:
+            self._load[event.source] = inflight
+        elif event.name == "batch.done" and completions is not None and event.source in self._load:
+            self._load[event.source] = max(0.0, self._load[event.source] - completions)
+
+    def _lag(self, values: dict[str, float | None]) -> None:
+        """The monitor's samples are how late it woke: their sum is the time the loop stood still. From percentiles: at
+        least 40% of the samples lie above p50, a further 9% above p90, and 1% above p99."""
+        p50, p90, p99 = (values[key] or 0.0 for key in ("p50_ms", "p90_ms", "p99_ms"))
+        from_shares = (values["samples"] or 0.0) * (0.4 * p50 + 0.09 * p90 + 0.01 * p99)
+        self.lagged_ms += max(from_shares, values["max_ms"] or 0.0)
+
+    def _step(self, event: Event) -> None:
+        wall, train, idle = (event.number(key) for key in ("wall_ms", "train_ms", "idle_ms"))
+        self._note("step.wall_ms", wall, event)
+        self._note("step.train_ms", train, event)
+        self._note("step.idle_ms", idle, event)
+        if wall is None or idle is None:
+            return
+        phase = event.fields.get("phase", REST)[:NAMES]
+        phase = phase if phase in self.phases or len(self.phases) < NAMES else REST
+        sums = self.phases.setdefault(phase, {"steps": 0.0, "wall_ms": 0.0, "train_ms": 0.0, "idle_ms": 0.0})
+        for key, value in (("steps", 1.0), ("wall_ms", wall), ("train_ms", train or 0.0), ("idle_ms", idle)):
+            sums[key] += value
+
+    def _update(self, update: Update) -> None:
+        for name, value in (
+            ("wall_ms", update.wall_ms),
+            ("rpc_ms", update.rpc_ms),
+            ("queue_ms", update.queue_ms),
+            ("in_server_ms", update.in_server_ms),
+        ):
+            self._note(name, value, update.event, update.load)
+
+    def _note(self, name: str, value: float | None, event: Event, load: float | None = None) -> None:
+        if value is None:
+            return
+        self.sketches[name].add(value)
+        self.worst[name].add(value, event)
+        load = self.load if load is None and name in ("write_ms", "wait_ms") else load
+        if name in RELATED and load is not None:
+            self.relations[name].add(load, value)
+
+
+def read_logs(sources: Sequence[str | Path]) -> Tally:
+    """Read all of `sources` (files, plain or gzip; "-" is standard input) once. Raises UsageError for a missing one."""
+    tally = Tally(tuple("standard input" if str(source) == STDIN else str(source) for source in sources))
+    with ExitStack() as stack:
+        readers = [
+            EventReader(stack.enter_context(open_log(source)), label, tally.lines, number)
+            for number, (source, label) in enumerate(zip(sources, tally.labels, strict=True))
+        ]
+        for event in _side_by_side(readers):
+            try:
+                tally.add(event)
+            except MalformedLineError as error:
+                tally.lines.events -= 1
+                tally.lines.reject(tally.where(event), str(error), event.text)
+    tally.pairing.close()
+    return tally
+
+
+def _side_by_side(readers: Sequence[Iterable[Event]]) -> Iterator[Event]:
+    """All events in the order of their times; those of one log in the order of its lines."""
+    if len(readers) == 1:
+        return iter(readers[0])
+    streams = (_with_time_so_far(reader, number) for number, reader in enumerate(readers))
+    return (event for _, _, event in heapq.merge(*streams, key=lambda entry: entry[:2]))
+
+
+def _with_time_so_far(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, Event]]:
+    latest = -math.inf
+    for event in events:
+        latest = max(latest, event.t)
+        yield latest, number, event
