@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pvg.bench.workloads.replay import RecordedBatch
+from pvg.bench.workloads.replay import RecordedBatch, prover_shards
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment
 from pvg.game.roles import Render, assign_roles
@@ -18,24 +18,33 @@ from pvg.game.seeds import draw_cyclic, generator_for, seed_for
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Rollout
 from pvg.rollout.dispatcher import GroupOrder
+from pvg.store import RunDirectory
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages
 
 
+def check_work(experiment: Experiment, replay: RunDirectory | None, rollouts: int) -> None:
+    """What can be known before anything is opened. Raises ConfigurationError when `rollouts` are not whole groups,
+    UsageError for a run without anything to replay."""
+    size = experiment.rollout.group_size
+    if replay is not None:
+        prover_shards(replay)
+    elif rollouts % size:
+        raise ConfigurationError(
+            f"workload.rollouts = {rollouts} is no whole number of groups of {size} (rollout.group_size).",
+            f"Set it to {max(1, rollouts // size) * size}.",
+        )
+
+
 def fixed_orders(experiment: Experiment, task: Task, render: Render, rollouts: int, seed: int) -> list[GroupOrder]:
     """Groups of the experiment's size, `rollouts` in all, of the prover's problems and in the game's shares of roles.
 
-    Raises ConfigurationError when that many are not whole groups.
+    Raises ConfigurationError for a task without such problems.
     """
     size = experiment.rollout.group_size
-    groups, rest = divmod(rollouts, size)
-    if rest or not groups:
-        raise ConfigurationError(
-            f"workload.rollouts = {rollouts} is no whole number of groups of {size}.",
-            f"Set it to {max(1, groups) * size}, or change rollout.group_size.",
-        )
+    groups = rollouts // size
     pool = problems_of_half(task, "prover")
     if not pool:
         raise ConfigurationError(

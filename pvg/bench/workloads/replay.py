@@ -39,19 +39,14 @@ class RecordedBatch:
 def recorded_batches(run: RunDirectory, most: int) -> list[RecordedBatch]:
     """At most `most` batches of prover training, evenly spread over what the run has committed, in their order.
 
-    Raises UsageError when the run has none, DamagedFileError for a shard that is not what was committed.
+    Raises UsageError when there are none, DamagedFileError for a shard that is not what was committed.
     """
     shards = RolloutShards(run.path)
     places: dict[Place, list[ShardInfo]] = {}
-    for info in _prover_shards(run):
+    for info in prover_shards(run):
         steps = shards.map(info).column("step").to_numpy()
         for number in np.unique(steps).tolist():
             places.setdefault((info.round, number), []).append(info)
-    if not places:
-        raise UsageError(
-            f"The run {run.name!r} has no committed step of prover training, so there is nothing to replay.",
-            "Replay a run that has come to its prover phase, for example one of: pvg train modchain",
-        )
     batches = []
     for place in _spread(sorted(places), most):
         rollouts = [r for info in places[place] for r in shards.read(info) if r.step == place[1]]
@@ -59,11 +54,12 @@ def recorded_batches(run: RunDirectory, most: int) -> list[RecordedBatch]:
     return batches
 
 
-def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch], minibatches: int) -> list[float]:
-    """Seconds that the run's trainer worked on each batch: all of its `minibatches` optimizer steps, waiting left out.
+def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch]) -> list[float]:
+    """Seconds that the run's trainer worked on each batch: all of the optimizer steps on it, waiting left out.
 
     Raises UsageError when the run's metrics do not tell.
     """
+    minibatches = run.experiment().training.minibatches
     if not run.metrics.is_file():
         raise UsageError(f"The run {run.name!r} has no {run.metrics.name}, which tells how long its trainer took.")
     worked: dict[Place, float] = {}
@@ -89,10 +85,17 @@ def _trainer_seconds(record: dict[str, Any]) -> float:
     return float(sum(parts.get(part, 0.0) for part in TRAINER_PARTS))
 
 
-def _prover_shards(run: RunDirectory) -> list[ShardInfo]:
+def prover_shards(run: RunDirectory) -> list[ShardInfo]:
+    """The committed shards of prover training. Raises UsageError when there are none."""
     state = FileStateStore(run.state).load().state
     infos = [ShardInfo.from_plain(plain) for plain in (state or {"shards": []})["shards"]]
-    return [info for info in infos if info.label.startswith(f"{PHASE}-")]
+    found = [info for info in infos if info.label.startswith(f"{PHASE}-")]
+    if not found:
+        raise UsageError(
+            f"The run {run.name!r} has no committed step of prover training, so there is nothing to replay.",
+            "Replay a run that has come to its prover phase, such as one of: pvg train modchain",
+        )
+    return found
 
 
 def _spread(places: list[Place], most: int) -> list[Place]:

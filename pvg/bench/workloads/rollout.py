@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.fixtures import fixed_orders, model_facts, recorded_orders
+from pvg.bench.workloads.fixtures import check_work, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
 from pvg.experiment import Count, Section
 from pvg.game.players import Players
@@ -33,7 +34,7 @@ from pvg.game.seeds import seed_for
 from pvg.records import Group
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import EngineStats
-from pvg.tasks import open_task
+from pvg.tasks import Task, open_task
 from pvg.telemetry.spans import span
 
 MEASURES = {
@@ -68,7 +69,9 @@ class Batch:
 
 
 def make(settings: BenchSettings) -> Workload:
-    return RolloutWorkload(settings, workload_settings(Settings, settings))
+    own = workload_settings(Settings, settings)
+    check_work(settings.experiment, settings.replay, own.rollouts)
+    return RolloutWorkload(settings, own)
 
 
 class RolloutWorkload:
@@ -82,22 +85,23 @@ class RolloutWorkload:
     async def open(self) -> None:
         task = open_task(self._experiment.task)
         recorded = self._recorded(task)
-        self._players = Players(self._experiment, task)
-        if recorded is None:
-            render = prompt_renderer(self._experiment.rollout.prompts, self._players.base.tokenizer)
-            try:
-                orders = fixed_orders(self._experiment, task, render, self._own.rollouts, self._own.seed)
-            except BaseException:
-                await self.close()
-                raise
-            recorded = [Batch(orders, 0.0, "fixed")]
-        self._batches = recorded
+        async with AsyncExitStack() as stack:
+            self._players = Players(self._experiment, task)
+            stack.push_async_callback(self._players.close)
+            self._batches = recorded or [self._fixed()]
+            stack.pop_all()  # opened: from here on `close` frees it
 
-    def _recorded(self, task: Any) -> list[Batch] | None:
+    def _fixed(self) -> Batch:
+        players, own = self._players, self._own
+        render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
+        return Batch(fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed), 0.0, "fixed")
+
+    def _recorded(self, task: Task) -> list[Batch]:
+        """Empty without a replay."""
         if self._replay is None:
-            return None
+            return []
         batches = recorded_batches(self._replay, self._own.batches)
-        seconds = train_seconds(self._replay, batches, self._experiment.training.minibatches)
+        seconds = train_seconds(self._replay, batches)
         return [Batch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
 
     def work(self) -> dict[str, Any]:

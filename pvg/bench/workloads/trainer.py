@@ -33,8 +33,9 @@ import torch
 from pvg.bench.machine import matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, model_facts, policy_batch
+from pvg.bench.workloads.fixtures import check_work, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.bench.workloads.replay import recorded_batches, rewards_of
+from pvg.errors import ConfigurationError
 from pvg.experiment import Count, Experiment, Section, build_experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
@@ -71,7 +72,15 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    return TrainerWorkload(settings, workload_settings(Settings, settings))
+    own = workload_settings(Settings, settings)
+    check_work(settings.experiment, settings.replay, own.rollouts)
+    minibatches = settings.experiment.training.minibatches
+    if settings.replay is None and own.rollouts < minibatches:
+        raise ConfigurationError(
+            f"workload.rollouts = {own.rollouts} cannot be cut into training.minibatches = {minibatches}.",
+            "Raise the one or lower the other.",
+        )
+    return TrainerWorkload(settings, own)
 
 
 class RecordedSource:
@@ -216,11 +225,14 @@ class TrainerWorkload:
         return report
 
     def derived(self) -> dict[str, float]:
-        """tokens and micro-batch padding of one sample, and what the matrix products came to at the median sample."""
-        gflops = self._flops() / statistics.median(self._seconds) / 1e9
+        """Of one sample: tokens, floating-point operations, the padded share of the micro-batches' positions. Then what
+        the operations came to per second at the median sample, what a matmul reaches here, and the MFU."""
+        flops = self._flops()
+        gflops = flops / statistics.median(self._seconds) / 1e9
         padded = [report.metrics["padding"] for report in self._reports if "padding" in report.metrics]
         return {
             "tokens": float(self._tokens),
+            "flops": flops,
             "padding": float(np.mean(padded)) if padded else 0.0,
             "gflops": gflops,
             "matmul_gflops": self._matmul_gflops,

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from bench_runs import played, prover_rollouts, small_experiment, use
+from torch.utils.flop_counter import FlopCounterMode
+
+from pvg.bench.profile import load_profile
+from pvg.bench.workloads import WORKLOADS
+from pvg.bench.workloads.fixtures import drawn_rewards, policy_batch
+from pvg.bench.workloads.replay import RecordedBatch, recorded_batches, rewards_of
+from pvg.bench.workloads.trainer import forward_flops
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import ModelSection
+from pvg.models import open_model
+from pvg.store import RunDirectory
+from pvg.training.credit import zero_signal_groups
+
+FEW = ["workload.rollouts=24", "rollout.group_size=4"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return played(tmp_path_factory.mktemp("runs"), "small", small_experiment(minibatches=1, steps=3))
+
+
+def metrics_of(workload: Any) -> list[dict[str, float]]:
+    return [report.metrics for report in workload._reports]
+
+
+# --- the sampled batch -----------------------------------------------------------------------------------------------
+
+
+def test_every_sample_computes_the_same_and_no_weight_moves() -> None:
+    seen: list[list[dict[str, float]]] = []
+
+    def look(workload: Any, measured: list[dict[str, float]]) -> None:
+        seen.append(metrics_of(workload))
+        learner, base = workload._trainer.module, workload._players.base.module
+        assert all(torch.equal(a, b) for a, b in zip(learner.parameters(), base.parameters(), strict=True))
+        lengths_N = workload._batches[0].lengths_N  # all in one micro-batch
+        assert lengths_N.min() < lengths_N.max()
+        assert workload.derived()["padding"] == pytest.approx(1 - lengths_N.mean() / lengths_N.max())
+
+    for samples in (1, 4):
+        use("trainer", FEW, look, samples=samples)
+    assert seen[0] == seen[1]
+    assert seen[0][0]["grad_norm"] > 0.0
+    assert seen[0][0]["learning_rate"] == 0.0
+
+
+def test_ways_of_doing_it_do_the_same_work() -> None:
+    ways = [
+        [],
+        ["training.bucketing=false", "training.micro_batch_tokens=256", "rollout.logprobs=recomputed"],
+        ["training.micro_batch_tokens=128", "training.logits_chunk=512", "workload.reference=stored"],
+    ]
+
+    def look(workload: Any, measured: list[dict[str, float]]) -> Any:
+        (metrics,) = metrics_of(workload)
+        learned = [metrics[name] for name in ("loss", "grad_norm", "entropy", "kl")]
+        return workload.work(), workload.derived()["tokens"], learned
+
+    (work, tokens, learned), *others = [use("trainer", FEW + way, look) for way in ways]
+    for other in others:
+        assert other[:2] == (work, tokens)
+        assert other[2] == pytest.approx(learned, rel=1e-3, abs=1e-5)
+
+
+def test_without_the_reference_there_is_no_kl_in_the_loss() -> None:
+    def look(workload: Any, measured: list[dict[str, float]]) -> Any:
+        return workload.work()["kl"], "kl" in metrics_of(workload)[0], workload.derived()["flops"]
+
+    found = {how: use("trainer", [*FEW, f"workload.reference={how}"], look) for how in ("recomputed", "none")}
+    assert found["recomputed"][:2] == (0.01, True)
+    assert found["none"][:2] == (0.0, False)
+    assert found["recomputed"][2] == pytest.approx(found["none"][2] * 4 / 3)
+
+
+def test_the_measures_agree_with_each_other() -> None:
+    def look(workload: Any, measured: list[dict[str, float]]) -> None:
+        work, derived = workload.work(), workload.derived()
+        assert work["optimizer_steps"] == 2
+        for values in measured:
+            seconds = values["step_s"] * 2
+            assert values["tokens_per_s"] * seconds == pytest.approx(derived["tokens"])
+            assert values["rollouts_per_s"] * seconds == pytest.approx(24)
+        mean = derived["tokens"] / 24
+        assert work["mean_prompt_tokens"] + work["mean_completion_tokens"] == pytest.approx(mean, abs=0.11)
+        assert derived["mfu"] == pytest.approx(derived["gflops"] / derived["matmul_gflops"])
+        assert derived["padding"] == 0.0
+        assert derived["tokens"] == workload._batches[0].lengths_N.sum()
+
+    # One rollout per micro-batch: nothing to pad.
+    use("trainer", [*FEW, "training.minibatches=2", "training.micro_batch_rollouts=1"], look, samples=2)
+
+
+def test_more_minibatches_than_rollouts_are_refused_before_anything_opens() -> None:
+    settings = load_profile("trainer", ["workload.rollouts=8", "training.minibatches=16"])
+    with pytest.raises(ConfigurationError, match="minibatches"):
+        WORKLOADS["trainer"](settings)
+
+
+# --- floating-point operations ---------------------------------------------------------------------------------------
+
+
+def test_flops_agree_with_torchs_counter() -> None:
+    rows, length = 3, 40
+    with open_model(ModelSection(), torch.device("cpu")) as model:
+        # The plain implementation of attention, whose matrix products the counter sees.
+        model.module.config._attn_implementation = "eager"
+        ids_BL = torch.arange(rows * length).reshape(rows, length) % 10 + 4
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.module(input_ids=ids_BL, use_cache=False)
+        # The tied embedding is a matrix product once, as the head; norms are parameters without one.
+        assert forward_flops(model, np.full(rows, length)) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_first_step_is_the_step_of_the_run(run: RunDirectory) -> None:
+    records = [orjson.loads(line) for line in run.metrics.read_bytes().splitlines()]
+    steps = [record for record in records if record["kind"] == "step" and record["phase"] == "train_prover"]
+    recorded = steps[0]["metrics"]
+
+    def look(workload: Any, measured: list[dict[str, float]]) -> None:
+        work = workload.work()
+        assert work["batches"] == ["0/0", "0/1", "0/2"]
+        assert work["kl"] == 0.05
+        assert workload.derived()["tokens"] == sum(
+            len(r.prompt_ids) + len(r.completion_ids) for r in prover_rollouts(run)
+        )
+        replayed = metrics_of(workload)[0]  # of the batch that the base prover's weights were trained on
+        for name in ("loss", "grad_norm", "entropy", "kl", "ratio_max"):
+            assert replayed[name] == pytest.approx(recorded[name], rel=1e-4, abs=1e-6), name
+
+    use("trainer", [], look, replay=run)
+
+
+def test_rewards_that_were_never_given_are_no_advantages(run: RunDirectory) -> None:
+    (batch,) = recorded_batches(run, 1)
+    assert rewards_of(run, batch).dtype == np.float32
+    unpaid = type(batch.rollouts[0])(
+        **{name: getattr(batch.rollouts[0], name) for name in batch.rollouts[0].__slots__} | {"reward": None}
+    )
+    with pytest.raises(StateError, match="without a reward in batch 0/0"):
+        rewards_of(run, RecordedBatch(0, 0, (unpaid, *batch.rollouts[1:])))
+
+
+def test_drawn_rewards_leave_no_group_without_a_signal(run: RunDirectory) -> None:
+    rollouts = prover_rollouts(run)[:16]
+    batch = policy_batch(rollouts, drawn_rewards(rollouts, seed=0), "dapo")
+    assert zero_signal_groups(drawn_rewards(rollouts, seed=0), batch.group_ids_N, batch.role_ids_N) == 0.0
+    assert (batch.advantages_N != 0).all()
