@@ -10,16 +10,17 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cli.board import Board
 from cli.boundary import EXIT_STOPPED
 from cli.display import Display
 from cli.output import stderr
 from cli.plain import PlainLines
+from pvg.telemetry.event_loop import runner
 
 Watcher = Display | PlainLines
 Result = TypeVar("Result")
@@ -37,7 +38,10 @@ def watcher_for(board: Board, refresh_per_second: float) -> Watcher:
 
 
 def drive(
-    work: Callable[[Watcher, asyncio.Event], Awaitable[Result]], watcher: Watcher, last_words: bytes = b""
+    work: Callable[[Watcher, asyncio.Event], Coroutine[Any, Any, Result]],
+    watcher: Watcher,
+    last_words: bytes = b"",
+    event_loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
@@ -46,7 +50,11 @@ def drive(
     with ExitStack() as stack:
         stack.enter_context(watcher)
         switch = stack.enter_context(StopSwitch(watcher, last_words))
-        return asyncio.run(switch.attached(work))
+        loop, notice = runner(event_loop)
+        if notice:
+            watcher.noticed(notice)
+        with loop:
+            return loop.run(switch.attached(work))
 
 
 class StopSwitch:
@@ -72,7 +80,7 @@ class StopSwitch:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    async def attached(self, work: Callable[[Watcher, asyncio.Event], Awaitable[Result]]) -> Result:
+    async def attached(self, work: Callable[[Watcher, asyncio.Event], Coroutine[Any, Any, Result]]) -> Result:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         if self.requested:

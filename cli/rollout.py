@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import ExperimentArgument, SetOption
+from cli.options import ExperimentArgument, MetricsPortOption, SetOption, metrics_port_override
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,6 +34,7 @@ def rollout(
         Literal["both", "helpful", "sneaky"], typer.Option("--role", help="Which role's prompt to use.")
     ] = "both",
     split: Annotated[Literal["train", "test"], typer.Option("--split", help="Which problems to use.")] = "test",
+    metrics_port: MetricsPortOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -47,7 +48,7 @@ def rollout(
     from cli.train import last_words
     from pvg.errors import PvgError
 
-    resolved = resolve(experiment, overrides or [])
+    resolved = resolve(experiment, [*(overrides or []), *metrics_port_override(metrics_port)])
     plan = plan_new(resolved, run_name, suffix="-samples")
     if plan.notice:
         say(plan.notice)
@@ -62,7 +63,10 @@ def rollout(
     with run.lock():
         try:
             outcome = drive(
-                work, watcher_for(board, resolved.telemetry.refresh_per_second), last_words(run.name, as_json)
+                work,
+                watcher_for(board, resolved.telemetry.refresh_per_second),
+                last_words(run.name, as_json),
+                resolved.telemetry.event_loop,
             )
         except PvgError:
             if not run.state.exists():

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import SetOption
+from cli.options import MetricsPortOption, SetOption, metrics_port_override
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,6 +57,7 @@ def train(
             help="Go on with a run; without a name with the experiment's newest unfinished one.",
         ),
     ] = None,
+    metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved settings and batch sizes, and play nothing.")
     ] = False,
@@ -73,7 +74,7 @@ def train(
 
     if resume is not None and run_name is not None:
         raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
-    settings = overrides or []
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     plan = plan_resume(name, settings, resume) if resume is not None else plan_new(resolve(name, settings), run_name)
     for warning in plan.experiment.warnings():
         say(f"warning: {warning}.")
@@ -133,7 +134,7 @@ def _play(plan: Plan, as_json: bool) -> Outcome:
     watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
     with run.lock():
         try:
-            return drive(work, watcher, last_words(run.name, as_json))
+            return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
         except PvgError:
             if not plan.resume and not run.state.exists():
                 shutil.rmtree(run.path)
