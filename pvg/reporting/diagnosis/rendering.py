@@ -15,28 +15,29 @@ from rich.text import Text
 
 from pvg.reporting.diagnosis.diagnosis import Diagnosis
 from pvg.reporting.diagnosis.signatures import Finding, milliseconds, percent
+from pvg.reporting.diagnosis.sketches import EXACT_VALUES, RELATIVE_ERROR
 from pvg.reporting.figures import duration
 from pvg.reporting.terminal import HEADING, QUIET
 
-# The quantities of the timings table, in its order, by the part of the system they tell of.
+# The rows of the timings table: short, so that the table fits into 80 columns.
 TIMINGS = {
-    "weight updates": {
-        "wall_ms": "wall",
-        "queue_ms": "waiting (queue)",
-        "in_server_ms": "of it in the server",
-        "rpc_ms": "loading (rpc)",
-    },
-    "checkpoints": {"write_ms": "writing", "wait_ms": "waited for"},
-    "steps": {"step.wall_ms": "wall", "step.train_ms": "training", "step.idle_ms": "idle"},
-    "generation": {
-        "dur_ms": "batch",
-        "longest_ms": "longest request",
-        "group_p50_ms": "middle group's wait",
-        "group_max_ms": "slowest group's wait",
-    },
-    "event loop": {"lag.p90_ms": "lag, p90 of a window", "lag.p99_ms": "p99", "lag.max_ms": "max"},
+    "wall_ms": "update",
+    "queue_ms": "  queued",
+    "in_server_ms": "  in the server",
+    "rpc_ms": "  loading (rpc)",
+    "write_ms": "checkpoint write",
+    "wait_ms": "checkpoint wait",
+    "step.wall_ms": "step",
+    "step.train_ms": "  training",
+    "step.idle_ms": "  idle",
+    "dur_ms": "batch",
+    "longest_ms": "  longest request",
+    "group_p50_ms": "  middle group",
+    "group_max_ms": "  slowest group",
+    "lag.p90_ms": "loop lag, p90",
+    "lag.p99_ms": "  p99",
+    "lag.max_ms": "  max",
 }
-LOADED = {"queue_ms": "waiting (queue)", "rpc_ms": "loading (rpc)", "write_ms": "writing", "wait_ms": "waited for"}
 
 
 def rendered(found: Diagnosis) -> Group:
@@ -96,50 +97,37 @@ def _figure(value: float, finding: Finding) -> str:
 
 
 def _timings_table(found: Diagnosis) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("", style=QUIET, no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for heading in ("n", "p50", "p95", "p99", "max", "in all"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for part, names in TIMINGS.items():
-        label = part
-        for name, shown in names.items():
-            timing = found.timings.get(name)
-            if timing is None:
-                continue
+    table = _table(("n", "p50", "p95", "p99", "max", "in all"))
+    for name, label in TIMINGS.items():
+        if timing := found.timings.get(name):
             values = (timing.p50, timing.p95, timing.p99, timing.max)
             in_all = "" if name.startswith("lag.") else duration(timing.total / 1e3)
-            table.add_row(label, shown, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
-            label = ""
+            table.add_row(label, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
     if not all(timing.exact for timing in found.timings.values()):
-        table.caption = "percentiles of more than 4,096 values are within 1%"
-        table.caption_justify, table.caption_style = "left", QUIET
+        table.caption = f"percentiles of more than {EXACT_VALUES:,} values are within {percent(RELATIVE_ERROR)}"
     return table
 
 
 def _load_table(found: Diagnosis) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("", no_wrap=True)
-    for heading in (
-        "n",
-        "rank\ncorrelation",
-        "idler half:\nin flight",
-        "\nmedian",
-        "busier half:\nin flight",
-        "\nmedian",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, shown in LOADED.items():
+    table = _table(("n", "correlation", "in flight", "median", "in flight", "median"))
+    for name, label in TIMINGS.items():
         if related := found.load.get(name):
-            table.add_row(
-                shown,
-                f"{related.n:,}",
-                f"{related.correlation:+.2f}",
-                f"{related.idle_load:g}",
-                milliseconds(related.idle),
-                f"{related.busy_load:g}",
-                milliseconds(related.busy),
-            )
+            figures = (f"{related.n:,}", f"{related.correlation:+.2f}")
+            idle = (f"{related.idle_load:g}", milliseconds(related.idle))
+            busy = (f"{related.busy_load:g}", milliseconds(related.busy))
+            table.add_row(label.strip(), *figures, *idle, *busy)
+    table.caption = "rank correlation; then the idler and the busier half"
+    return table
+
+
+def _table(headings: Iterable[str]) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET
+    )
+    table.caption_justify, table.caption_style = "left", QUIET
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
