@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-EXACT_UP_TO = 30  # samples on each side; beyond it the normal approximation is right to three digits
+EXACT_UP_TO = 30  # samples on each side; beyond it the normal approximation does
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def ratio_of_medians(
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
     """The two-sided p value of the Mann-Whitney U test: how likely ranks so unequal are when both are alike.
 
-    Exact, by counting, without ties and with at most EXACT_UP_TO samples each; otherwise the normal approximation with
+    Exact, by counting, with at most EXACT_UP_TO samples each, ties or not; otherwise the normal approximation with
     corrections for ties and continuity. Raises ValueError without samples.
     """
     n, m = len(a), len(b)
@@ -79,17 +79,17 @@ def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
         raise ValueError("a rank test without samples")
     values = np.concatenate([np.asarray(a, np.float64), np.asarray(b, np.float64)])
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # the mean rank of equals
-    u = float(ranks[:n].sum()) - n * (n + 1) / 2
-    u = max(u, n * m - u)
-    if counts.max() == 1 and max(n, m) <= EXACT_UP_TO:
-        ways = _ways(n, m)
-        return min(1.0, 2 * sum(ways[round(u) :]) / sum(ways))
+    doubled = (2 * np.cumsum(counts) - counts + 1)[place]  # twice the mean rank of equals: a whole number
+    away = abs(2 * int(doubled[:n].sum()) - 2 * n * (n + m + 1))  # four times U's distance from its mean
+    if max(n, m) <= EXACT_UP_TO:
+        ways = _ways(doubled, n)
+        as_far = abs(2 * np.arange(ways.size) - 2 * n * (n + m + 1)) >= away
+        return float(ways[as_far].sum() / ways.sum())
     ties = float((counts.astype(np.float64) ** 3 - counts).sum())
     variance = n * m / 12 * ((n + m + 1) - ties / ((n + m) * (n + m - 1)))
     if variance <= 0:
         return 1.0  # all values are equal
-    return min(1.0, math.erfc(max(0.0, u - n * m / 2 - 0.5) / math.sqrt(2 * variance)))
+    return min(1.0, math.erfc(max(0.0, away / 4 - 0.5) / math.sqrt(2 * variance)))
 
 
 def least_p_value(n: int, m: int) -> float:
@@ -122,10 +122,23 @@ def _logs(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def _resampled(values: NDArray[np.float64], resamples: int, random: np.random.Generator) -> NDArray[np.float64]:
-    """Medians of `resamples` draws with replacement, each of as many values as there are."""
-    draws = values[random.integers(0, values.size, (resamples, values.size))]
-    medians: NDArray[np.float64] = np.median(draws, axis=1)
+    """Medians of `resamples` draws with replacement, each of as many values as there are.
+
+    A draw is n uniform numbers, each naming a value; the middle of the draw is the value that the middle one of the
+    numbers names, and that is Beta distributed. So one or two random numbers do for a draw, and nothing is sorted.
+    """
+    ordered, n, half = np.sort(values), values.size, values.size // 2
+    upper = random.beta(half + 1, n - half, resamples)
+    medians: NDArray[np.float64] = ordered[_place(upper, n)]
+    if n % 2 == 0:  # the number below it is the largest of `half` that are uniform up to it
+        lower = upper * random.beta(half, 1, resamples)
+        medians = (medians + ordered[_place(lower, n)]) / 2
     return medians
+
+
+def _place(uniform: NDArray[np.float64], n: int) -> NDArray[np.int64]:
+    places: NDArray[np.int64] = np.minimum((uniform * n).astype(np.int64), n - 1)
+    return places
 
 
 def _reach(a: NDArray[np.float64], b: NDArray[np.float64], n: int, m: int, confidence: float) -> float:
@@ -140,16 +153,14 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def _ways(n: int, m: int) -> list[int]:
-    """In how many of the orders of n + m different values U is 0, 1, ..., n*m: the coefficients of the Gaussian
-    binomial, the product of (1 - q^(m+i)) / (1 - q^i) over i = 1..n (Mann and Whitney 1947)."""
-    ways = [1] + [0] * (n * m)
-    for i in range(1, n + 1):
-        for u in range(n * m, m + i - 1, -1):
-            ways[u] -= ways[u - m - i]
-        for u in range(i, n * m + 1):
-            ways[u] += ways[u - i]
-    return ways
+def _ways(doubled_ranks: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """In how many of the choices of `n` among the ranks they add up to 0, 1, 2, ... (of the doubled ranks)."""
+    ways = np.zeros((n + 1, int(doubled_ranks.sum()) + 1), np.int64)  # of 60 choose 30 there are 1e17: they fit
+    ways[0, 0] = 1
+    for rank in doubled_ranks:
+        ways[1:, rank:] += ways[:-1, :-rank].copy()
+    counted: NDArray[np.int64] = ways[n]
+    return counted
 
 
 def _student_cdf(t: float, degrees: int) -> float:

@@ -1,0 +1,304 @@
+"""What `pvg compare` prints: one table, the verdicts as headings in it, what matters first; and the same as Markdown.
+
+Every verdict is a word; colours only repeat it. The table fits in 80 columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from cli.bench_tables import number
+from pvg.bench.compare import (
+    CONFIDENCE,
+    LEAST_SAMPLES,
+    VERDICTS,
+    Comparison,
+    Difference,
+    MetricComparison,
+    Side,
+    word,
+)
+from pvg.bench.statistics import RatioInterval
+from pvg.reporting.terminal import HEADING, QUIET
+
+MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
+UNMARKED = ("·", "")
+MOST_DIFFERENCES = 12  # of environment or settings, on the terminal
+MOST_CHARACTERS = 44  # of one value
+CODE = ("pvg", "git_commit", "git_dirty")  # fields of the environment that are mostly what a comparison is about
+WIDE = 0.1  # an interval that reaches so far from 1 leaves a difference unseen that people would care about
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def comparison_text(comparison: Comparison) -> Group:
+    parts: list[RenderableType] = [_headline(comparison), _side("A", comparison.a), _side("B", comparison.b)]
+    if comparison.same:
+        parts.append(Text("A and B are the same report: nothing differs, and every ratio is 1.", style="yellow"))
+    parts += _differing("The code differs", [each for each in comparison.environment if each.key in CODE], HEADING)
+    parts += _differing("The environments differ", _elsewhere(comparison), "yellow")
+    parts += _differing("The settings differ", comparison.settings, HEADING)
+    parts += [Text(), VerdictTable(comparison), Text(), Text(_method(comparison), style=QUIET)]
+    parts += [Text(note) for note in notes(comparison)]
+    return Group(*parts)
+
+
+def _headline(comparison: Comparison) -> Text:
+    text = Text.assemble((comparison.name, "bold"), "  ")
+    for place, verdict in enumerate(VERDICTS):
+        count = len(comparison.with_verdict(verdict))
+        if count or verdict in ("worse", "better"):
+            mark, style = MARKS.get(verdict, UNMARKED)
+            text.append("   " if place else "")
+            text.append(f"{mark} {count} {verdict}", style=style if count else QUIET)
+    return text
+
+
+def _side(letter: str, side: Side) -> Text:
+    return Text.assemble((letter, "bold"), f"  {side.path}", (f"  {_day(side)}, {side.code}", QUIET), overflow="fold")
+
+
+def _day(side: Side) -> str:
+    return side.created[:16].replace("T", " ")
+
+
+def _differing(title: str, found: Sequence[Difference], style: str) -> list[RenderableType]:
+    if not found:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for difference in found[:MOST_DIFFERENCES]:
+        values = Text.assemble(_short(difference.a), (" -> ", QUIET), _short(difference.b))
+        table.add_row(f"  {difference.key}", values)
+    if len(found) > MOST_DIFFERENCES:
+        table.add_row(f"  and {len(found) - MOST_DIFFERENCES} more", Text("--json has all of them", style=QUIET))
+    return [Text(), Text.assemble((title, style), (" (A -> B)", QUIET)), table]
+
+
+def _short(value: object) -> str:
+    text = word(value)
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
+
+
+class VerdictTable:
+    """The metrics under their verdicts. All sections share the columns; the names take what the figures leave."""
+
+    HEADER = ("A", "B", "unit", "B/A", "interval", "p")
+    JUSTIFY: tuple[Literal["left", "right"], ...] = ("right", "right", "left", "right", "left", "right")
+    STYLES = ("", "", QUIET, "bold", "", "")
+    GAP = 2
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._sections = [
+            (Text(title, style), [(_metric(metric, comparison), _figures(metric)) for metric in metrics])
+            for title, style, metrics in _sections(comparison)
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [row for _, metrics in self._sections for row in metrics]
+        widths = [max(map(cell_len, column)) for column in zip(self.HEADER, *(cells for _, cells in rows), strict=True)]
+        figures = sum(widths) + self.GAP * len(widths)
+        names = max(max(line.cell_len for line in name.split()) for name, _ in rows)
+        widths = [max(10, min(names, options.max_width - figures)), *widths]
+        yield self._grid(widths, [(Text(), self.HEADER)], header=True)
+        yield Text("─" * (sum(widths) + self.GAP * len(self.HEADER)), style=QUIET, no_wrap=True)
+        for place, (title, metrics) in enumerate(self._sections):
+            if place:
+                yield Text()
+            yield title
+            yield self._grid(widths, metrics)
+
+    def _grid(
+        self, widths: Sequence[int], rows: Sequence[tuple[Text, Sequence[str]]], *, header: bool = False
+    ) -> Table:
+        table = Table.grid(padding=(0, self.GAP, 0, 0), pad_edge=False)
+        table.add_column(width=widths[0], overflow="fold")
+        for width, justify, style in zip(widths[1:], self.JUSTIFY, self.STYLES, strict=True):
+            table.add_column(width=width, justify=justify, no_wrap=True, style=QUIET if header else style)
+        for name, cells in rows:
+            table.add_row(name, *cells)
+        return table
+
+
+def _figures(metric: MetricComparison) -> tuple[str, ...]:
+    """The cells of one metric, from its medians to p; in the terminal and in Markdown."""
+    return (
+        number(metric.median_a),
+        number(metric.median_b),
+        "" if metric.unit == "1" else metric.unit,
+        _ratio(metric.ratio),
+        interval(metric.ratio),
+        p_value(metric.p),
+    )
+
+
+def _metric(metric: MetricComparison, comparison: Comparison) -> Text:
+    """The metric's name, and its variant: by the value alone where all variants are of one key."""
+    text = Text(f"  {metric.name}", overflow="fold")
+    if metric.variant:
+        key, _, value = metric.variant.partition("=")
+        text.append(f" @{value}" if key == _one_key(comparison) else f"\n    {metric.variant}", style=QUIET)
+    return text
+
+
+def _sections(comparison: Comparison) -> Iterator[tuple[str, str, list[MetricComparison]]]:
+    """Headings with their metrics; those that fail the check have one of their own."""
+    failing = list(comparison.failing)
+    if failing:
+        assert comparison.fail_above is not None
+        yield f"✗ Worse in B by more than {share(comparison.fail_above)} ({len(failing)})", "bold red", failing
+    for verdict in VERDICTS:
+        metrics = [metric for metric in comparison.with_verdict(verdict) if not metric.beyond]
+        if metrics:
+            mark, style = MARKS.get(verdict, UNMARKED)
+            title = f"{verdict.capitalize()} in B" if verdict in ("worse", "better") else verdict.capitalize()
+            yield f"{mark} {title} ({len(metrics)})", f"bold {style}".strip(), metrics
+
+
+# --- words that both forms share -------------------------------------------------------------------------------------
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def p_value(p: float) -> str:
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def interval(ratio: RatioInterval | None) -> str:
+    return "no ratio" if ratio is None else f"{_bound(ratio.low)}–{_bound(ratio.high)}"
+
+
+def _ratio(ratio: RatioInterval | None) -> str:
+    return "" if ratio is None else _bound(ratio.ratio)
+
+
+def _bound(value: float) -> str:
+    if math.isinf(value) or value >= 1e6:
+        return "∞" if math.isinf(value) else f"{value:.0e}"
+    return f"{value:.3f}" if value < 10 else f"{value:,.0f}"
+
+
+def _method(comparison: Comparison) -> str:
+    return (
+        "A, B: medians. B/A: their ratio; lower or higher is better, as the metric has it. Interval: by bootstrap, "
+        f"{CONFIDENCE:.0%} for all {comparison.tested} together ({comparison.confidence:.4g} each). "
+        "p: of the Mann-Whitney rank test, not adjusted."
+    )
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader should know of this comparison, a sentence each."""
+    key = _one_key(comparison)
+    found = [f"@: the value of {key}."] if key else []
+    if comparison.left_out:
+        found.append(f"Left out: {'; '.join(comparison.left_out)}.")
+    if any(metric.ratio is None for metric in comparison.metrics):
+        found.append("Where a sample is 0 or less there is no ratio: the rank test decides, and no threshold applies.")
+    if comparison.with_verdict("too few samples"):
+        found.append(
+            f"Too few samples: fewer than {LEAST_SAMPLES} on a side, or fewer than the rank test needs for so many "
+            "metrics. Take more: pvg bench -s repeats=10."
+        )
+    widest = _widest(comparison)
+    if widest is not None and not comparison.same:
+        found.append(
+            f"No difference seen is not the same as none: {widest.name} may still differ by a factor of "
+            f"{interval(widest.ratio)}. More samples narrow it: pvg bench -s repeats=20."
+        )
+    if comparison.with_verdict("worse") or comparison.with_verdict("better"):
+        if _elsewhere(comparison):
+            found.append("The environments differ, so the code need not be the reason for a difference.")
+        found.append(
+            "The intervals know the spread within a run. A machine's speed also drifts from run to run: take A and B "
+            "again before you believe in a small change."
+        )
+    return found
+
+
+def _elsewhere(comparison: Comparison) -> list[Difference]:
+    """What differs of the machine and the packages."""
+    return [each for each in comparison.environment if each.key not in CODE]
+
+
+def _one_key(comparison: Comparison) -> str | None:
+    """The setting whose values all variants are, as in a sweep; None where they are anything else."""
+    keys = {metric.variant.partition("=")[0] if "=" in metric.variant else "" for metric in comparison.metrics}
+    return (keys.pop() or None) if len(keys) == 1 else None
+
+
+def _widest(comparison: Comparison) -> MetricComparison | None:
+    def reach(metric: MetricComparison) -> float:
+        assert metric.ratio is not None
+        return max(metric.ratio.high - 1, 1 - metric.ratio.low)
+
+    unseen = [metric for metric in comparison.with_verdict("no difference seen") if metric.ratio is not None]
+    widest = max(unseen, key=reach, default=None)
+    return widest if widest is not None and reach(widest) > WIDE else None
+
+
+def failure_line(comparison: Comparison) -> str:
+    """The line with which the check fails; empty when it does not."""
+    if not comparison.failing:
+        return ""
+    assert comparison.fail_above is not None
+    names = ", ".join(f"{metric.name} {metric.variant}".strip() for metric in comparison.failing)
+    return f"Worse by more than {share(comparison.fail_above)}, with the whole interval: {names}."
+
+
+# --- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def markdown_text(comparison: Comparison) -> str:
+    """The whole comparison as a Markdown document."""
+    lines = [f"# pvg compare: {comparison.name}", ""]
+    for letter, side in (("A", comparison.a), ("B", comparison.b)):
+        lines.append(f"- {letter}: `{side.path}`, {_day(side)}, {side.code}, `{side.command}`")
+    if comparison.same:
+        lines += ["", "A and B are the same report: nothing differs, and every ratio is 1."]
+    for title, found in (("environments", comparison.environment), ("settings", comparison.settings)):
+        if found:
+            lines += ["", f"The {title} differ:", ""]
+            lines += markdown_rows(
+                ("key", "A", "B"), "lll", [(each.key, _short(each.a), _short(each.b)) for each in found]
+            )
+    if comparison.failing:
+        lines += ["", f"**{failure_line(comparison)}**"]
+    lines += ["", *_markdown_table(comparison), "", _method(comparison)]
+    lines += ["", *(f"- {note}" for note in notes(comparison) if not note.startswith("@"))]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_table(comparison: Comparison) -> list[str]:
+    variants = any(metric.variant for metric in comparison.metrics)
+    header = ["verdict", "metric", *(["variant"] if variants else []), *VerdictTable.HEADER]
+    align = "ll" + ("l" if variants else "") + "rrlrlr"
+    rows = []
+    for metric in comparison.metrics:
+        verdict = f"**{metric.verdict}**" if metric.verdict in ("worse", "better") else metric.verdict
+        rows.append(
+            (
+                verdict,
+                metric.name,
+                *([metric.variant] if variants else []),
+                *_figures(metric),
+            )
+        )
+    return markdown_rows(header, align, rows)
+
+
+def markdown_rows(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table; `align` has an l or r for each column."""
+    rules = ["---:" if side == "r" else "---" for side in align]
+    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (list(header), rules, *body)]

@@ -1,0 +1,312 @@
+"""Two benchmark reports of the same work, metric by metric: is B better, worse, or is no difference to be seen?
+
+    comparison = compare_reports(read_report(a), read_report(b), fail_above=0.05)
+    for metric in comparison.metrics: print(metric.name, metric.verdict, metric.ratio)
+
+Many metrics are asked about at once, and each could cry wolf. So every interval is given at 1 - 5 %/m for m metrics
+(Bonferroni, which holds however the metrics depend on each other): in 95 of 100 comparisons all of them hold together.
+Metrics whose samples are all the same number on both sides cannot cry wolf, and do not count.
+
+Better or worse is said only where two things agree:
+- the interval lies wholly on one side of 1;
+- the rank test, which assumes nothing of the samples' distribution, says so too, at 5 %/m, or, where so few samples
+  cannot reach that, by the least p value they can give: all of one side lie below all of the other.
+tests/bench/test_compare.py measures both rates: how often it cries wolf, and how often it finds a slowdown of 10 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pvg.bench.report import BenchReport, Samples
+from pvg.bench.statistics import RatioInterval, least_p_value, median, rank_test, ratio_of_medians
+from pvg.errors import UsageError
+
+Verdict = Literal["worse", "better", "too few samples", "no difference seen"]
+VERDICTS: tuple[Verdict, ...] = ("worse", "better", "too few samples", "no difference seen")  # what matters first
+
+CONFIDENCE = 0.95
+LEAST_SAMPLES = 4  # on each side: with 3 against 3 no order of the samples is rarer than 5 %
+SHOWN_DIFFERENCES = 6  # in the one line of a refusal
+ABSENT = "absent"  # the value of a key that one side does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which the two reports differ, and what each of them says there."""
+
+    key: str
+    a: Any
+    b: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} is {word(self.a)} in A and {word(self.b)} in B"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricComparison:
+    """One metric of one variant. `ratio` is B's median by A's, None where a sample is not above 0; `p` is the rank
+    test's; `beyond`: it is worse by more than the threshold, with its whole interval."""
+
+    variant: str
+    name: str
+    unit: str
+    better: Literal["lower", "higher"]
+    count_a: int
+    count_b: int
+    median_a: float
+    median_b: float
+    ratio: RatioInterval | None
+    p: float
+    verdict: Verdict
+    beyond: bool
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Which report this is."""
+
+    path: str
+    created: str
+    command: str
+    code: str
+
+    @staticmethod
+    def of(report: BenchReport, path: str) -> Side:
+        commit = (report.environment.git_commit or "")[:10]
+        dirty = " with uncommitted changes" if report.environment.git_dirty else ""
+        return Side(path, report.created, report.command, f"pvg {report.environment.pvg} {commit}".strip() + dirty)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What two reports say of each other; `metrics` has what matters first. `tested` counts those that could differ,
+    `confidence` is that of each single interval, and `left_out` says what stands in one report only."""
+
+    a: Side
+    b: Side
+    profile: str
+    name: str
+    same: bool
+    environment: tuple[Difference, ...]
+    settings: tuple[Difference, ...]
+    metrics: tuple[MetricComparison, ...]
+    left_out: tuple[str, ...]
+    tested: int
+    confidence: float
+    fail_above: float | None
+
+    @property
+    def failing(self) -> tuple[MetricComparison, ...]:
+        return tuple(metric for metric in self.metrics if metric.beyond)
+
+    def with_verdict(self, verdict: Verdict) -> tuple[MetricComparison, ...]:
+        return tuple(metric for metric in self.metrics if metric.verdict == verdict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data; an endless interval has infinity, which JSON writes as null."""
+        counts = {verdict: len(self.with_verdict(verdict)) for verdict in VERDICTS}
+        return asdict(self) | {"joint_confidence": CONFIDENCE, "counts": counts, "failed": bool(self.failing)}
+
+
+def compare_reports(
+    a: BenchReport,
+    b: BenchReport,
+    *,
+    paths: tuple[str, str] = ("A", "B"),
+    fail_above: float | None = None,
+    resamples: int = 10_000,
+) -> Comparison:
+    """Compare every metric that both have, of every variant that both have.
+
+    `fail_above`: the share by which a metric may be worse, 0.05 for 5 %. A metric is *worse by* 5 % when it takes 1.05
+    times as much, or, where more is better, when A's is 1.05 times B's: seconds and rates of the same work agree.
+    Raises UsageError for reports that cannot be compared: failed ones, of different profiles, or of different work.
+    """
+    _refuse_failed(a, paths[0])
+    _refuse_failed(b, paths[1])
+    if a.profile != b.profile:
+        raise UsageError(
+            f"The reports are of different profiles: A is of {a.profile!r}, B of {b.profile!r}.",
+            "Compare two reports of one profile.",
+        )
+    labels = _common_labels(a, b)
+    _refuse_other_work(a, b, labels)
+    pairs, left_out = _pairs(a, b, labels)
+    tested = sum(len({*one.values, *other.values}) > 1 for _, _, one, other in pairs)
+    risk = (1 - CONFIDENCE) / max(1, tested)
+    compared = [_compared(label, name, one, other, risk, fail_above, resamples) for label, name, one, other in pairs]
+    return Comparison(
+        a=Side.of(a, paths[0]),
+        b=Side.of(b, paths[1]),
+        profile=a.profile,
+        name=a.name if a.name == b.name else f"{a.name} against {b.name}",
+        same=a == b,
+        environment=tuple(differences(a.environment.model_dump(), b.environment.model_dump())),
+        settings=tuple(_settings(a, b)),
+        metrics=tuple(sorted(compared, key=_importance)),
+        left_out=tuple(left_out),
+        tested=tested,
+        confidence=1 - risk,
+        fail_above=fail_above,
+    )
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+    """Where two nested tables of JSON data differ, keys dotted; one that is on one side only is ABSENT on the other."""
+    for key in dict.fromkeys([*a, *b]):
+        one, other = a.get(key, ABSENT), b.get(key, ABSENT)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            yield Difference(f"{prefix}{key}", one, other)
+
+
+def word(value: Any) -> str:
+    """A value of a configuration or an environment, as people write it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- what cannot be compared -----------------------------------------------------------------------------------------
+
+
+def _refuse_failed(report: BenchReport, path: str) -> None:
+    if report.status == "failed":
+        raise UsageError(f"The benchmark of {path} failed: {report.reason}", "A failed one is not compared: repeat it.")
+
+
+def _common_labels(a: BenchReport, b: BenchReport) -> list[str]:
+    theirs = {variant.label for variant in b.variants}
+    common = [variant.label for variant in a.variants if variant.label in theirs]
+    if not common:
+        raise UsageError(
+            f"The reports have no variant in common: A is a {a.kind} with {_named(a)}, B a {b.kind} with {_named(b)}.",
+            "Compare a sweep with a sweep over the same values, and a plain benchmark with a plain one.",
+        )
+    return common
+
+
+def _named(report: BenchReport) -> str:
+    labels = [variant.label for variant in report.variants if variant.label]
+    return _listed(labels) if labels else "one variant"
+
+
+def _listed(words: list[str]) -> str:
+    rest = len(words) - SHOWN_DIFFERENCES
+    return ", ".join(words[:SHOWN_DIFFERENCES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _refuse_other_work(a: BenchReport, b: BenchReport, labels: list[str]) -> None:
+    found: dict[str, Difference] = {}
+    for label in labels:
+        for difference in differences(_work(a, label), _work(b, label)):
+            found.setdefault(str(difference), difference)
+    if found:
+        raise UsageError(
+            f"The reports are of different work: {_listed(list(found))}.",
+            "Repeat one of them with the settings of the other.",
+        )
+
+
+def _work(report: BenchReport, label: str) -> dict[str, Any]:
+    """What the samples of one variant did: the common part, and what a sweep over the amount of work changed."""
+    own = report.work.get("by_variant", {})
+    return {key: value for key, value in report.work.items() if key != "by_variant"} | dict(own.get(label, {}))
+
+
+# --- what can --------------------------------------------------------------------------------------------------------
+
+
+def _pairs(
+    a: BenchReport, b: BenchReport, labels: list[str]
+) -> tuple[list[tuple[str, str, Samples, Samples]], list[str]]:
+    """(variant, metric, A's samples, B's samples) for what both have, and a line for everything else."""
+    variants_a = {variant.label: variant for variant in a.variants}
+    variants_b = {variant.label: variant for variant in b.variants}
+    left_out = [f"the variant {label}: only in A" for label in variants_a if label not in variants_b]
+    left_out += [f"the variant {label}: only in B" for label in variants_b if label not in variants_a]
+    pairs = []
+    for label in labels:
+        at = f" of {label}" if label else ""
+        ours, theirs = variants_a[label].samples, variants_b[label].samples
+        left_out += [f"{name}{at}: only in A" for name in ours if name not in theirs]
+        left_out += [f"{name}{at}: only in B" for name in theirs if name not in ours]
+        for name, one in ours.items():
+            other = theirs.get(name)
+            if other is None:
+                continue
+            if (one.unit, one.better) == (other.unit, other.better):
+                pairs.append((label, name, one, other))
+            else:
+                left_out.append(
+                    f"{name}{at}: in {one.unit}, {one.better} is better, in A; in {other.unit}, {other.better}, in B"
+                )
+    if not pairs:
+        raise UsageError(f"The reports have no metric in common: {_listed(left_out)}.", "Repeat one with this pvg.")
+    return pairs, left_out
+
+
+def _settings(a: BenchReport, b: BenchReport) -> Iterator[Difference]:
+    """The settings in which the benchmarks differ: mostly what the comparison is about."""
+    for difference in differences(a.config, b.config):
+        yield Difference(difference.key.removeprefix("experiment."), difference.a, difference.b)
+
+
+def _compared(
+    label: str, name: str, a: Samples, b: Samples, risk: float, fail_above: float | None, resamples: int
+) -> MetricComparison:
+    ratio = None
+    if min(*a.values, *b.values) > 0:
+        ratio = ratio_of_medians(a.values, b.values, confidence=1 - risk, resamples=resamples)
+    p = rank_test(a.values, b.values)
+    medians = median(a.values), median(b.values)
+    verdict = _verdict(a, b, ratio, p, risk)
+    cost = None if ratio is None else ratio.low if a.better == "lower" else 1 / ratio.high
+    return MetricComparison(
+        variant=label,
+        name=name,
+        unit=a.unit,
+        better=a.better,
+        count_a=len(a.values),
+        count_b=len(b.values),
+        median_a=medians[0],
+        median_b=medians[1],
+        ratio=ratio,
+        p=p,
+        verdict=verdict,
+        beyond=fail_above is not None and verdict == "worse" and cost is not None and cost > 1 + fail_above,
+    )
+
+
+def _verdict(a: Samples, b: Samples, ratio: RatioInterval | None, p: float, risk: float) -> Verdict:
+    if {*a.values} == {*b.values} and len({*a.values}) == 1:
+        return "no difference seen"  # however few they are
+    n, m = len(a.values), len(b.values)
+    if min(n, m) < LEAST_SAMPLES:
+        return "too few samples"
+    least = least_p_value(n, m)
+    if ratio is None:  # the rank test decides alone
+        if least > risk:
+            return "too few samples"
+        differs, more = p <= risk, median(b.values) > median(a.values)
+        differs = differs and median(a.values) != median(b.values)
+    else:
+        differs = (ratio.low > 1 or ratio.high < 1) and p <= max(risk, least * (1 + 1e-9))
+        more = ratio.ratio > 1
+    if not differs:
+        return "no difference seen"
+    return "worse" if more == (a.better == "lower") else "better"
+
+
+def _importance(metric: MetricComparison) -> tuple[bool, int, float]:
+    """Beyond the threshold first, then by verdict, then the larger change first."""
+    change = 0.0 if metric.ratio is None else abs(math.log(metric.ratio.ratio))
+    return not metric.beyond, VERDICTS.index(metric.verdict), -change
