@@ -92,7 +92,8 @@ class PairObjective:
 
         correct_M, incorrect_M = scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]]
         loss = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
-        loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
+        if self._score_penalty:
+            loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
         metrics = _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
         positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
         metrics.add_mean("padding", positions - int(micro_batch.lengths_N.sum()), positions)

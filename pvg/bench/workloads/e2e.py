@@ -1,0 +1,217 @@
+"""Whole steps of the game: sample, grade, score, reward, credit, reference, train, publish.
+
+    pvg bench --profile e2e                 # one GRPO step of the embedded game per sample
+    pvg bench --profile e2e --ablate        # every switch slow, then one after the other fast
+
+The game's own prover phase plays the steps (pvg.game.prover_phase), against the verifier as it is before any training,
+with threshold 0. Every sample is the first steps of a fresh phase: weights, optimizer, caches and seeds are at their
+start again, so that what is sampled is the same each time, up to floating-point ties. Nothing is committed: a game
+does that every `store.commit_every` steps.
+
+The measures begin when the start weights have reached the engine, as the steps of a game do. Going back to the start is
+the part `reset` of the budget, and in `wall_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.errors import ConfigurationError
+from pvg.experiment import Count, Experiment, Section
+from pvg.game.ledger import Ledger
+from pvg.game.players import Players
+from pvg.game.prover_phase import ProverPhase
+from pvg.game.roles import prompt_renderer
+from pvg.game.run import check_prompts_fit
+from pvg.game.session import Session
+from pvg.game.states import Phase
+from pvg.models.heads import VerifierModel
+from pvg.models.language_model import LanguageModel
+from pvg.records import Rollout
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.spans import Tracer, span
+
+THRESHOLD = 0.0
+# Of a step's metrics, those that tell how the work was done; averaged over the steps of the last sample.
+TOLD = (
+    "completion_tokens",
+    "truncated",
+    "malformed",
+    "engine_batch",
+    "prefix_share",
+    "padding",
+    "cache_hit_rate",
+    "zero_signal",
+    "staleness",
+)
+
+
+class Settings(Section):
+    """The `[workload]` table: optimizer steps per sample."""
+
+    steps: Count = 1
+
+
+def make(settings: BenchSettings) -> Workload:
+    own, experiment = workload_settings(Settings, settings), settings.experiment
+    if own.steps % experiment.training.minibatches:
+        raise ConfigurationError(
+            f"workload.steps = {own.steps} ends within a batch of training.minibatches = "
+            f"{experiment.training.minibatches} steps: the rest of its rollouts would be sampled and not trained on.",
+            f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
+        )
+    if experiment.game.stop != "steps":
+        raise ConfigurationError(
+            f"game.stop = {experiment.game.stop!r} may end a sample early.", "Set game.stop = 'steps' for a benchmark."
+        )
+    return EndToEnd(experiment, own)
+
+
+class ScratchLedger(Ledger):
+    """Counts the rollouts' tokens and keeps none of them: nothing may grow from sample to sample."""
+
+    completion_tokens = 0
+
+    def keep(self, rollouts: Sequence[Rollout]) -> None:
+        self.completion_tokens += sum(len(rollout.completion_ids) for rollout in rollouts)
+
+
+@dataclass
+class BenchSession(Session):
+    """Commits nothing; knows when its first step began."""
+
+    ledger: ScratchLedger
+    began: float = 0.0
+
+    def due(self, step: int, total: int) -> bool:
+        return False
+
+    def first_step(self) -> None:
+        super().first_step()
+        self.began = time.perf_counter()
+
+
+@dataclass
+class StepWatcher(SilentObserver):
+    """Keeps the metrics of each step."""
+
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+
+    def progressed(self, progress: Progress) -> None:
+        self.steps.append(progress.metrics)
+
+
+class EndToEnd:
+    """See the module. One sample is `steps` optimizer steps from the start."""
+
+    measures: Mapping[str, Measure] = {
+        "step_s": Measure("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
+        "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
+        "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of whole steps"),
+        "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"),
+    }
+
+    def __init__(self, experiment: Experiment, own: Settings) -> None:
+        self._experiment, self._own = experiment, own
+        self._stack = AsyncExitStack()
+        self._steps: list[Mapping[str, float]] = []  # metrics of the newest sample's
+
+    async def open(self) -> None:
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
+            self._session = _open_session(self._experiment, folder, stack)
+            players = self._session.players
+            self._learner: LanguageModel = stack.enter_context(players.base.copy())
+            self._verifier: VerifierModel = players.open_verifier()
+            stack.callback(self._verifier.close)
+            self._stack = stack.pop_all()
+
+    def work(self) -> dict[str, Any]:
+        experiment, players = self._experiment, self._session.players
+        rollout, training, game = experiment.rollout, experiment.training, experiment.game
+        return {
+            "prover": players.base.name,
+            "prover_parameters": players.base.num_parameters,
+            "verifier": experiment.models.verifier.source,
+            "verifier_head": experiment.verifier.head,
+            "task": experiment.task.model_dump(mode="json", exclude_none=True),
+            "steps": self._own.steps,
+            "groups": training.groups,
+            "group_size": rollout.group_size,
+            "minibatches": training.minibatches,
+            "max_tokens": rollout.max_tokens,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "prompts": rollout.prompts,
+            "sneaky_share": game.sneaky_share,
+            "reward": game.reward,
+            "loss": training.loss,
+            "kl": training.kl,
+            "seed": experiment.seed,
+        }
+
+    async def sample(self, index: int) -> dict[str, float]:
+        session, steps = self._session, self._own.steps
+        watcher = StepWatcher()
+        session.observer = watcher
+        with span("reset"):
+            phase = await self._fresh_phase()
+        await phase.play()
+        seconds = time.perf_counter() - session.began
+        self._steps = watcher.steps
+        experiment = self._experiment
+        rollouts = steps // experiment.training.minibatches * experiment.arithmetic().rollouts_per_batch
+        return {
+            "step_s": seconds / steps,
+            "steps_per_hour": 3600 * steps / seconds,
+            "tokens_per_s": session.ledger.completion_tokens / seconds,
+            "rollouts_per_s": rollouts / seconds,
+        }
+
+    async def _fresh_phase(self) -> ProverPhase:
+        session, players = self._session, self._session.players
+        await players.compute(lambda: self._learner.load_weights(players.base.weights()))
+        info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._own.steps)
+        phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
+        phase.version = players.engine.version  # play() publishes the start weights as the version after it
+        session.ledger.completion_tokens = 0
+        return phase
+
+    def derived(self) -> dict[str, float]:
+        """How the steps of the last sample went; see docs/metrics.md for the names. (The runner adds the shares of the
+        budget.)"""
+        found = {}
+        for name in TOLD:
+            values = [step[name] for step in self._steps if name in step]
+            if values:
+                found[name] = sum(values) / len(values)
+        return found
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def _open_session(experiment: Experiment, folder: Path, stack: AsyncExitStack) -> BenchSession:
+    """As pvg.game.run.open_session, but for the tracer: whoever takes the samples drives one already. The session's own
+    divides nobody's time."""
+    task = open_task(experiment.task)
+    ledger = ScratchLedger(RunDirectory.create(folder, "e2e", experiment), experiment, "bench")
+    stack.callback(ledger.close)
+    players = Players(experiment, task, ledger.log)
+    stack.push_async_callback(players.close)
+    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+    session = BenchSession(experiment, task, ledger, players, render, SilentObserver(), asyncio.Event(), Tracer())
+    check_prompts_fit(session)
+    return session

@@ -1,0 +1,299 @@
+"""The verifier: scoring solutions, cold and from the cache, and training on pairs of them.
+
+    pvg bench --profile verifier
+    pvg bench --profile verifier --sweep verifier.pairs=32,64,128
+
+`open` lets the base prover write the solutions and stores them in a temporary run, as a mint does. One sample, from the
+verifier's start each time:
+
+1. a fresh scorer scores all solutions, then scores them again `warm_passes` times out of its cache;
+2. the store is opened and the first training batch drawn from it: `first_batch_s`, which does not grow with the pairs;
+3. the trainer takes `steps` batches of `verifier.pairs` pairs, drawing and the head's references included;
+4. the loss of one batch, forward and backward, with the score penalty and without it in turn.
+
+Solutions that the prover wrote twice are one to the scorer: `distinct` tells their share.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.errors import ConfigurationError
+from pvg.experiment import Count, Experiment, Section
+from pvg.experiment import Verifier as VerifierSection
+from pvg.game.players import Players
+from pvg.game.roles import Render, assign_roles, prompt_renderer
+from pvg.game.seeds import draw_cyclic, generator_for, seed_for
+from pvg.models.heads import VerifierModel
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout
+from pvg.rollout.dispatcher import GroupOrder
+from pvg.store.pairs import PairStream, PairView
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.tasks import open_task
+from pvg.tasks.halves import problems_of_half
+from pvg.telemetry.spans import span
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import Trainer
+from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.data import PairSource
+from pvg.verifier.losses import PairObjective
+from pvg.verifier.scorer import ScorerStats
+
+LABEL = "mint-00000"
+
+
+class Settings(Section):
+    """The `[workload]` table: solutions scored per sample, passes over them with a warm cache, training steps, and
+    turns of the loss with and without the penalty. `seed` chooses the problems and what the prover samples."""
+
+    solutions: Count = 512
+    warm_passes: Count = 8
+    steps: Count = 16
+    penalty_turns: Count = 8
+    seed: int = 0
+
+
+def make(settings: BenchSettings) -> Workload:
+    own, experiment = workload_settings(Settings, settings), settings.experiment
+    if own.solutions % experiment.game.mint_samples:
+        size = experiment.game.mint_samples
+        raise ConfigurationError(
+            f"workload.solutions = {own.solutions} is no whole number of problems with {size} solutions each.",
+            f"Set it to {max(1, own.solutions // size) * size}, or change game.mint_samples.",
+        )
+    if not experiment.verifier.score_penalty:
+        raise ConfigurationError(
+            "verifier.score_penalty = 0 leaves no penalty whose cost could be measured.",
+            "Set verifier.score_penalty above 0.",
+        )
+    return VerifierWork(experiment, own)
+
+
+@dataclass
+class Told:
+    """What `derived` tells of the samples taken so far."""
+
+    hit_rate: float = 0.0  # of the last sample's warm passes
+    distinct: float = 0.0
+    padding: float = 0.0  # of the last sample's training
+    warm_over_cold: list[float] = field(default_factory=list)
+    penalty_cost: list[float] = field(default_factory=list)
+
+
+class VerifierWork:
+    """See the module."""
+
+    measures: Mapping[str, Measure] = {
+        "cold_scores_per_s": Measure("scores/s", "higher", "solutions scored per second, the cache being empty"),
+        "warm_scores_per_s": Measure("scores/s", "higher", "the same solutions scored again, out of the cache"),
+        "first_batch_s": Measure("s", "lower", "from opening the store to the first training batch"),
+        "pairs_per_s": Measure("pairs/s", "higher", "pairs drawn and trained on per second"),
+    }
+
+    def __init__(self, experiment: Experiment, own: Settings) -> None:
+        self._experiment, self._own = experiment, own
+        self._stack = AsyncExitStack()
+        self._told = Told()
+
+    async def open(self) -> None:
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
+            task = open_task(self._experiment.task)
+            self._players = players = Players(self._experiment, task)
+            stack.push_async_callback(players.close)
+            self._verifier: VerifierModel = players.open_verifier()
+            stack.callback(self._verifier.close)
+            self._start: dict[str, Tensor] = {n: t.clone() for n, t in self._verifier.trainable_state().items()}
+            render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
+            problems = problems_of_half(task, "verifier")
+            self._rollouts = await _sampled(players, _orders(self._experiment, problems, render, self._own), self._own)
+            self._shards = RolloutShards(folder)
+            self._info: ShardInfo = self._shards.write(0, LABEL, self._rollouts)
+            with closing(PairView(self._shards, [self._info])) as view:
+                PairStream(view, {BASE_SOURCE: 1.0}, self._own.seed)  # says at once when no pairs can be formed
+            self._stack = stack.pop_all()
+
+    def work(self) -> dict[str, Any]:
+        section = self._experiment.verifier
+        return {
+            "verifier": self._experiment.models.verifier.source,
+            "parameters": sum(tensor.numel() for tensor in self._start.values()),
+            "head": section.head,
+            "loss": section.loss,
+            "prover": self._players.base.name,
+            "task": self._experiment.task.model_dump(mode="json", exclude_none=True),
+            "solutions": len(self._rollouts),
+            "tokens": sum(len(r.completion_ids) for r in self._rollouts),
+            "warm_passes": self._own.warm_passes,
+            "steps": self._own.steps,
+            "pairs_per_step": section.pairs,
+            "seed": self._own.seed,
+        }
+
+    async def sample(self, index: int) -> dict[str, float]:
+        with span("reset"):
+            await self._players.compute(lambda: self._verifier.load_trainable_state(self._start))
+        cold_s, warm_s = await self._score()
+        began = time.perf_counter()
+        with span("open_store"):
+            view = PairView(self._shards, [self._info])
+        with closing(view):
+            source = self._source(view)
+            batch = await source.next_batch()
+            assert batch is not None, "a pair stream has no end"
+            first_batch_s = time.perf_counter() - began
+            trained_s = await self._train(source)
+        await self._price_the_penalty(batch)
+        asked, own = len(self._rollouts), self._own
+        self._told.warm_over_cold.append(own.warm_passes * cold_s / warm_s)
+        return {
+            "cold_scores_per_s": asked / cold_s,
+            "warm_scores_per_s": own.warm_passes * asked / warm_s,
+            "first_batch_s": first_batch_s,
+            "pairs_per_s": own.steps * self._experiment.verifier.pairs / trained_s,
+        }
+
+    async def _score(self) -> tuple[float, float]:
+        """Seconds of the cold pass, and of all warm ones."""
+        scorer = self._players.scorer(self._verifier)
+        began = time.perf_counter()
+        with span("score"):
+            await scorer.score(self._rollouts)
+        cold, cold_s = scorer.stats, time.perf_counter() - began
+        began = time.perf_counter()
+        for _ in range(self._own.warm_passes):
+            with span("score"):
+                await scorer.score(self._rollouts)
+        warm_s = time.perf_counter() - began
+        self._told.distinct = cold.misses / len(self._rollouts)
+        self._told.hit_rate = _hit_rate(cold, scorer.stats)
+        return cold_s, warm_s
+
+    def _source(self, view: PairView) -> PairSource:
+        players = self._players
+        return PairSource(
+            PairStream(view, {BASE_SOURCE: 1.0}, self._own.seed),
+            players.template(self._verifier),
+            self._verifier,
+            self._experiment.verifier,
+            executor=players.executor,
+            source_fingerprint=players.base.tokenizer.fingerprint,
+        )
+
+    async def _train(self, source: PairSource) -> float:
+        """Seconds of `steps` training steps, batches and all."""
+        section, players = self._experiment.verifier, self._players
+        settings = OptimizerSettings(
+            learning_rate=section.learning_rate,
+            weight_decay=section.weight_decay,
+            warmup=section.warmup,
+            schedule=section.schedule,
+            total_steps=section.steps,
+            gradient_clip=section.gradient_clip,
+        )
+        objective = PairObjective(section, self._verifier.tokenizer.pad_id)
+        trainer = Trainer(
+            self._verifier, objective, settings, source, executor=players.executor, precision=section.precision
+        )
+        padding = []
+        began = time.perf_counter()
+        for _ in range(self._own.steps):
+            with span("wait_for_pairs"):
+                report = await trainer.step()
+            assert report is not None, "a pair stream has no end"
+            padding.append(report.metrics["padding"])
+        trained_s = time.perf_counter() - began
+        self._told.padding = float(np.mean(padding))
+        return trained_s
+
+    async def _price_the_penalty(self, batch: VerifierBatch) -> None:
+        """Forward and backward with the penalty and without, in turn, each first as often; the medians count."""
+        section = self._experiment.verifier
+        sections = {"with": section, "without": section.model_copy(update={"score_penalty": 0.0})}
+        seconds: dict[str, list[float]] = {name: [] for name in sections}
+        with span("penalty"):
+            for turn in range(self._own.penalty_turns):
+                for name in sections if turn % 2 else reversed(sections):
+                    seconds[name].append(await self._players.compute(self._loss_of(sections[name], batch)))
+        self._told.penalty_cost.append(median(seconds["with"]) / median(seconds["without"]) - 1.0)
+
+    def _loss_of(self, section: VerifierSection, batch: VerifierBatch) -> Callable[[], float]:
+        objective = PairObjective(section, self._verifier.tokenizer.pad_id)
+        micro_batches = objective.split(objective.prepare(batch))
+
+        def seconds() -> float:
+            began = time.perf_counter()
+            for micro_batch in micro_batches:
+                loss, _ = objective(self._verifier, micro_batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            taken = time.perf_counter() - began
+            self._verifier.zero_grad(set_to_none=True)
+            return taken
+
+        return seconds
+
+    def derived(self) -> dict[str, float]:
+        """cache_hit_rate of the warm passes, distinct (share of the solutions), padding of the training's
+        micro-batches, warm_over_cold (ratio of the rates) and penalty_cost (share of a batch's forward and backward
+        that the penalty adds): the last two are medians over all samples, the warm-up's included."""
+        told = self._told
+        return {
+            "cache_hit_rate": told.hit_rate,
+            "distinct": told.distinct,
+            "padding": told.padding,
+            "warm_over_cold": median(told.warm_over_cold),
+            "penalty_cost": median(told.penalty_cost),
+            "solution_tokens": float(np.mean([len(r.completion_ids) for r in self._rollouts])),
+        }
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def _orders(experiment: Experiment, problems: list[Problem], render: Render, own: Settings) -> list[GroupOrder]:
+    """Per problem a group of each role, together `game.mint_samples`, as in a mint. Raises ConfigurationError when
+    there are no problems."""
+    if not problems:
+        raise ConfigurationError(
+            "The task has no training problems for the verifier.", "Raise task.problems or task.limit."
+        )
+    game = experiment.game
+    rng = generator_for(own.seed, "bench", "mint-roles")
+    chosen = draw_cyclic(
+        len(problems), 0, own.solutions // game.mint_samples, seed_for(own.seed, "bench", "mint-problems")
+    )
+    found = []
+    for place, number in enumerate(chosen):
+        problem = problems[number]
+        roles = assign_roles(game.mint_samples, game.sneaky_share, rng)
+        for role in Role:
+            if size := roles.count(role):
+                found.append(GroupOrder(problem, role, render(problem, role), 2 * place + role.number, size))
+    return found
+
+
+async def _sampled(players: Players, orders: list[GroupOrder], own: Settings) -> list[Rollout]:
+    seed = seed_for(own.seed, "bench", "mint")
+    groups = await players.dispatcher.sample(
+        orders, round_=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint"
+    )
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _hit_rate(before: ScorerStats, after: ScorerStats) -> float:
+    """The share of what was asked for between the two that came out of the cache."""
+    hits, computed = after.hits - before.hits, after.misses - before.misses
+    shared = after.shared - before.shared
+    return hits / (hits + shared + computed)

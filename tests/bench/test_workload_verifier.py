@@ -1,0 +1,112 @@
+"""The verifier workload: scoring cold and warm, and training on pairs, the same in every sample."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pvg.bench.profile import load_profile
+from pvg.bench.report import Variant
+from pvg.bench.runner import run_variant
+from pvg.bench.variants import plan_bench, run_plan
+from pvg.bench.workloads import WORKLOADS
+from pvg.bench.workloads.verifier import VerifierWork
+from pvg.errors import ConfigurationError
+from pvg.telemetry.spans import Tracer
+
+SMALL = [
+    "workload.solutions=64",
+    "workload.steps=2",
+    "workload.warm_passes=2",
+    "workload.penalty_turns=1",
+    "verifier.pairs=8",
+    "models.threads=1",
+    "warmup=0",
+    "repeats=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders go."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def measured(*overrides: str) -> Variant:
+    settings = load_profile("verifier", [*SMALL, *overrides])
+    variant, _ = asyncio.run(run_variant(lambda: WORKLOADS["verifier"](settings), warmup=0, repeats=1))
+    return variant
+
+
+def test_a_sample_scores_and_trains_and_leaves_nothing_behind(scratch: Path) -> None:
+    variant = measured()
+    assert variant.status == "ok", variant.reason
+    assert variant.budget is not None
+    wanted = {"reset", "score", "score_service", "open_store", "draw_pairs", "reference", "forward_backward", "penalty"}
+    assert wanted <= variant.budget.exposed.keys()
+    assert variant.derived["cache_hit_rate"] == 1.0
+    assert 0.1 < variant.derived["distinct"] < 1.0  # this prover does repeat itself
+    assert 0.0 <= variant.derived["padding"] < 0.5
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_cache_of_one_entry_computes_every_pass_anew() -> None:
+    variant = measured("verifier.cache_entries=1")
+    assert variant.status == "ok", variant.reason
+    assert variant.derived["cache_hit_rate"] < 0.1
+
+
+@pytest.mark.parametrize("head", ["implicit", "scalar"])
+def test_every_sample_begins_with_the_same_verifier(head: str) -> None:
+    async def run() -> list[str]:
+        workload = WORKLOADS["verifier"](load_profile("verifier", [*SMALL, f"verifier.head={head}"]))
+        assert isinstance(workload, VerifierWork)
+        with Tracer().drive():
+            await workload.open()
+            try:
+                versions = [workload._verifier.version()]
+                for index in range(2):
+                    await workload.sample(index)
+                    versions.append(workload._verifier.version())
+                return versions
+            finally:
+                await workload.close()
+
+    start, first, second = asyncio.run(run())
+    assert start != first  # it was trained
+    assert first == second
+
+
+def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
+    report = run_plan(plan_bench("verifier", SMALL, ablate=True), command="test").report
+    assert report.status == "ok", report.reason
+    assert len(report.variants) == 4
+    slow, *_, fast = report.variants
+    assert (slow.derived["padding"], fast.derived["cache_hit_rate"]) == (pytest.approx(0.0, abs=0.1), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workload.solutions=12"], "no whole number of problems with 8 solutions each"),
+        (["verifier.score_penalty=0.0"], "no penalty whose cost could be measured"),
+        (["workload.warm_pass=2"], "nearest valid key is 'workload.warm_passes'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_opened(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        WORKLOADS["verifier"](load_profile("verifier", overrides))
+
+
+def test_solutions_without_a_pair_fail_and_clean_up(scratch: Path) -> None:
+    # Two solutions of one problem, one of each role, of a prover that errs almost always at this temperature.
+    variant = measured("workload.solutions=2", "game.mint_samples=2", "rollout.temperature=20.0")
+    assert variant.status == "failed"
+    assert "The verifier has nothing to compare" in variant.reason
+    assert list(scratch.iterdir()) == []
