@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 REPORTS = Path("bench")  # where reports go without --out
 PROBE_BYTES = 1 << 20  # many times what a report takes
+MOST_READ = 20  # earlier reports that are looked at for one to compare with
 
 
 def register(app: typer.Typer) -> None:
@@ -207,19 +208,30 @@ def _command(
 
 
 def _next_commands(path: Path, report: BenchReport) -> dict[str, str]:
-    """What to type next; with a report of the profile from before, exactly how to compare the two."""
-    before = [
-        other
-        for other in path.parent.glob(f"{report.name}-*.json")
-        if other != path and path.name.startswith(report.name)
-    ]
-    earlier = max(before, key=lambda other: other.stat().st_mtime, default=None)
+    """What to type next; with an earlier report of the same work beside it, exactly how to compare the two."""
     this = shlex.quote(str(path))
-    other = "OTHER" if earlier is None else shlex.quote(str(earlier))
-    return {
-        f"pvg compare {other} {this}": "is it faster than before?",
-        f"pvg report {this}": "the figures and the time budget again, or as a page with --html",
-    }
+    commands = {f"pvg report {this}": "the same figures, with the time budget of every variant"}
+    if report.status == "ok":
+        earlier = _earlier(path, report)
+        other = "OTHER" if earlier is None else shlex.quote(str(earlier))
+        commands[f"pvg compare {other} {this}"] = "is it faster than before?"
+    return commands
+
+
+def _earlier(path: Path, report: BenchReport) -> Path | None:
+    """The newest report in the same folder that `path` can be compared with."""
+    from pvg.bench.report import read_report, work_of
+    from pvg.errors import UsageError
+
+    beside = [other for other in path.parent.glob(f"{report.name}-*.json") if other.resolve() != path.resolve()]
+    for other in sorted(beside, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
+        try:
+            found = read_report(other)
+        except UsageError:  # somebody else's file, or a report of another version: nothing to suggest
+            continue
+        if found.status == "ok" and found.kind == report.kind and work_of(found) == work_of(report):
+            return other
+    return None
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from pvg.reporting.figures import duration, sparkline
 from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
 
 BETTER = {"lower": "↓", "higher": "↑"}
-OTHER_MEASURES = 2  # columns of a sweep's table beside the headline's
 SAMPLE_BARS = 12
 GAIN_BAR = 10  # cells
 
@@ -46,11 +45,8 @@ def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) ->
         parts += section(title, table)
         parts += failures(report)
     parts += [Text(), Text.assemble(("Written to ", QUIET), str(path), (". Next:", QUIET), overflow="fold")]
-    width = max(len(command) for command in commands)
-    parts += [
-        Text.assemble("  ", (f"{command:<{width}}", "bold cyan"), (f"   {what}", QUIET), overflow="fold")
-        for command, what in commands.items()
-    ]
+    for command, what in commands.items():  # on two lines: with the paths of two reports a command is long
+        parts.append(Text.assemble("  ", (command, "bold cyan"), (f"\n      {what}", QUIET), overflow="fold"))
     return Group(*parts)
 
 
@@ -87,12 +83,11 @@ def samples_table(variant: Variant) -> Table:
     table.add_column("better", justify="center", style=QUIET)
     table.add_column("each sample", style=VERIFIER, no_wrap=True)
     for name, samples in variant.samples.items():
-        factor, unit = scale(samples)
         table.add_row(
             name,
-            number(factor * median(samples.values)),
-            f"{number(factor * min(samples.values))} .. {number(factor * max(samples.values))}",
-            unit,
+            number(median(samples.values)),
+            reach(min(samples.values), max(samples.values)),
+            "" if samples.unit == "1" else samples.unit,
             BETTER[samples.better],
             sparkline(samples.values, SAMPLE_BARS),
         )
@@ -109,27 +104,27 @@ def derived_table(derived: Mapping[str, float]) -> Table:
 
 
 def sweep_table(report: BenchReport) -> Table:
+    """One line for each value; beside the headline measure the wall time, unless that is the headline."""
     headline = headline_of(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
-    others = [name for name in (WALL, *measured) if name != headline and name in measured]
-    others = list(dict.fromkeys(others))[:OTHER_MEASURES]
+    others = [name for name in (WALL,) if name != headline and name in measured]
     table = quiet_table()
-    table.add_column("", no_wrap=True)
+    table.add_column(next(iter(report.variants[0].overrides)), overflow="fold")
     table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
     table.add_column("lowest .. highest", justify="right", no_wrap=True)
     table.add_column("against the first", no_wrap=True)
     for name in others:
         table.add_column(_heading(name, measured), justify="right", no_wrap=True)
     for gain in gains(report):
+        value = gain.variant.label.partition("=")[2]
         samples = gain.variant.samples
         if not samples:
-            table.add_row(gain.variant.label, Text("failed", style="red"))
+            table.add_row(value, Text("failed", style="red"))
             continue
-        low, high = min(samples[headline].values), max(samples[headline].values)
         table.add_row(
-            gain.variant.label,
+            value,
             number(median(samples[headline].values)),
-            f"{number(low)} .. {number(high)}",
+            reach(min(samples[headline].values), max(samples[headline].values)),
             times(gain.whole),
             *(number(median(samples[name].values)) for name in others),
         )
@@ -169,8 +164,7 @@ def times(interval: RatioInterval | None) -> Text:
     if interval is None:
         return Text("")
     colour = "green" if interval.low > 1 else "red" if interval.high < 1 else QUIET
-    low, high = number(interval.low), number(interval.high)
-    return Text.assemble((f"{interval.ratio:.2f}x", colour), (f"  {low} .. {high}", QUIET))
+    return Text.assemble((f"{interval.ratio:.2f}x", colour), (f"  {interval.low:.2f} .. {interval.high:.2f}", QUIET))
 
 
 def _ratio(interval: RatioInterval | None) -> Text:
@@ -187,12 +181,8 @@ def _heading(name: str, measured: Mapping[str, Samples]) -> str:
     return name if unit in ("", "1") or name.endswith(f"_{unit}") else f"{name}\n{unit}"
 
 
-def scale(samples: Samples) -> tuple[float, str]:
-    """Short times are shown in ms or µs: the factor, and the unit to show."""
-    middle = abs(median(samples.values))
-    if samples.unit != "s" or middle == 0 or middle >= 0.1:
-        return 1.0, "" if samples.unit == "1" else samples.unit
-    return (1e3, "ms") if middle >= 1e-4 else (1e6, "µs")
+def reach(low: float, high: float) -> str:
+    return number(low) if low == high else f"{number(low)} .. {number(high)}"
 
 
 def number(value: float) -> str:
