@@ -18,7 +18,6 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -93,14 +92,17 @@ class LoopLagMonitor:
 
     async def stop(self) -> None:
         """Stop ticking; ticks that are overdue count as late until now. What was sampled can still be taken."""
-        if self._task is None:
-            return
+        if (task := self.cancel()) is not None:
+            await asyncio.wait([task])
+
+    def cancel(self) -> asyncio.Task[None] | None:
+        """As `stop`, for who cannot wait: the task that is ending, None when there is none."""
         task, self._task = self._task, None
-        task.cancel()
-        if self._due <= (now := self._clock()):
-            self._count(now)
-        with suppress(asyncio.CancelledError):
-            await task
+        if task is not None:
+            task.cancel()
+            if self._due <= (now := self._clock()):
+                self._count(now)
+        return task
 
     def take(self) -> LagWindow | None:
         """The samples since the last take; None when no tick has come due."""

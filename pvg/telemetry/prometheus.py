@@ -1,0 +1,133 @@
+"""The newest value of every metric over HTTP, for Prometheus: `curl http://127.0.0.1:PORT/metrics`.
+
+    endpoint = MetricsEndpoint(9090)         # a MetricSink: give it to a SinkBoard
+    endpoint.url
+    endpoint.close()
+
+Invariants: listens on the loopback interface unless told otherwise; shows what the newest point of its kind held, so
+that a GPU that is gone or a share that has no value any more is no longer shown; `close` frees the port.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+from pvg.errors import MissingRequirementError
+from pvg.telemetry.catalogue import metric
+from pvg.telemetry.sinks import MetricPoint
+
+# Unit of the catalogue -> (how a name may end with it already, Prometheus's suffix). Base units, as Prometheus asks.
+SUFFIXES = {
+    "share": ("", "_ratio"),
+    "s": ("_s", "_seconds"),
+    "bytes": ("_bytes", "_bytes"),
+    "W": ("_w", "_watts"),
+    "nats": ("", "_nats"),
+    "cores": ("", "_cores"),
+    "rows": ("", "_rows"),
+    "versions": ("", "_versions"),
+    "tokens": ("_tokens", "_tokens"),
+    "tokens/s": ("_per_s", "_per_second"),
+    "pairs/s": ("_per_s", "_per_second"),
+}
+PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
+
+Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
+
+
+class MetricsEndpoint:
+    """Serves from its own thread. Port 0 takes a free one: see `port` and `url`.
+
+    Raises MissingRequirementError when the port cannot be had.
+    """
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        self._shown: dict[str, set[Series]] = {}
+        self._lock = threading.Lock()
+        try:
+            self._server, self._thread = start_http_server(port, host, registry=self._registry)
+        except OSError as error:
+            raise MissingRequirementError(
+                f"The metrics endpoint cannot listen on {host}:{port} ({error.strerror or error}).",
+                "Choose another port with --metrics-port, or 0 for none.",
+            ) from error
+        self.host, self.port = host, int(self._server.server_port)
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}/metrics"
+
+    def write(self, point: MetricPoint) -> None:
+        """Show the point's values in place of those of the last point of the same kind and phase."""
+        by_place: dict[str, dict[str, float]] = {}
+        for name, value in point.metrics.items():
+            place, _, short = name.partition("/")
+            by_place.setdefault(place, {})[short] = value
+        with self._lock:
+            for place, values in by_place.items():
+                self._show(place, values, point)
+            self._set("pvg_step", "Steps of the run so far.", {}, point.step)
+            self._set("pvg_round", "The round being played.", {}, point.round)
+
+    def close(self) -> None:
+        """Stop serving and free the port; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _show(self, place: str, values: Mapping[str, float], point: MetricPoint) -> None:
+        group = f"{place} {point.phase}" if place in ("budget", "busy") else f"{place}"
+        if place == "round":
+            group += f" {point.round}"  # the rounds stay, side by side
+        shown = set()
+        for short, value in values.items():
+            name = f"{place}/{short}"
+            entry = metric(name)
+            meaning = entry.meaning if entry is not None else name
+            shown.add(self._set(exposed_name(name), meaning, _labels(place, short, point), value))
+        for gauge, labels in self._shown.get(group, set()) - shown:
+            if labels:
+                self._gauges[gauge].remove(*labels)
+            else:
+                self._registry.unregister(self._gauges.pop(gauge))
+        self._shown[group] = shown
+
+    def _set(self, name: str, meaning: str, labels: Mapping[str, str], value: float) -> Series:
+        gauge = self._gauges.get(name)
+        if gauge is None:
+            gauge = self._gauges[name] = Gauge(name, meaning, tuple(labels), registry=self._registry)
+        (gauge.labels(**labels) if labels else gauge).set(value)
+        return name, tuple(labels.values())
+
+
+def exposed_name(name: str) -> str:
+    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
+    place, _, short = name.partition("/")
+    if place in ("budget", "busy"):
+        return f"pvg_{place}_seconds"
+    entry = metric(name)
+    ending, suffix = SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
+    short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
+    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
+    return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
+
+
+def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:
+    if place in ("budget", "busy"):
+        return {"phase": point.phase, "part": short}
+    if place == "round":
+        return {"round": str(point.round)}
+    if found := re.match(r"gpu(\d+)_", short):
+        return {"gpu": found[1]}
+    return {} if place in PLACES_OF_THEIR_OWN else {"phase": place}

@@ -1,0 +1,263 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, each behind one small protocol.
+
+    board = SinkBoard(open_sinks(("tensorboard",), Opening(run_directory, name, config)), on_notice=print)
+    board.write(MetricPoint(time.time(), step=7, round=0, phase="train_prover", metrics={"train_prover/loss": 0.1}))
+    board.close()
+
+Invariants: the event loop never waits for a sink (one thread writes to all of them through a bounded queue); a sink
+that fails is closed with one notice, and neither the run nor the other sinks notice it otherwise; metrics.jsonl is
+written elsewhere and lacks nothing, whatever happens here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pvg.errors import MissingRequirementError, UsageError
+
+CAPACITY = 1000  # points that may wait: minutes of a run whose sink hangs, and less than a megabyte
+CLOSE_LIMIT_S = 15.0  # a sink behind a dead network must not keep a finished run from ending
+FLUSH_EVERY_S = 5.0  # so that TensorBoard shows a run while it goes on
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """Some metrics at one moment, under their full names (pvg.telemetry.catalogue). `time` is in seconds since 1970,
+    `step` counts the steps of the whole run. A value that does not exist is NaN."""
+
+    time: float
+    step: int
+    round: int
+    phase: str
+    metrics: Mapping[str, float]
+
+
+class MetricSink(Protocol):
+    """Takes points, in order, all from one thread. `close` is called once, also after `write` has failed."""
+
+    def write(self, point: MetricPoint) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a sink is opened for. Whatever it writes to the disk goes into `directory`, the run's own."""
+
+    directory: Path
+    name: str
+    config: Mapping[str, Any]
+
+
+class TensorBoardSink:
+    """Event files in `tensorboard/` of the run: `tensorboard --logdir runs`.
+
+    Written here record by record rather than by TensorBoard's own writer, whose thread would print the traceback of a
+    full disk into the display and may block whoever writes after it.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise _missing("tensorboard", error) from error
+        self._event, self._summary = Event, Summary
+        folder = opening.directory / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        # The name that TensorBoard looks for; its order is that of the processes that played the run.
+        name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(folder / name, "xb")  # noqa: SIM115 (closed by close)
+        self._records = RecordWriter(self._file)
+        self._flushed = 0.0
+        self._records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def write(self, point: MetricPoint) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in _existing(point).items()]
+        event = self._event(wall_time=point.time, step=point.step, summary=self._summary(value=values))
+        self._records.write(event.SerializeToString())
+        if time.monotonic() - self._flushed >= FLUSH_EVERY_S:
+            self._records.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._records.close()
+
+
+class WandbSink:
+    """A Weights & Biases run whose files lie in the run directory; the processes that play one run form a group.
+
+    WANDB_MODE is obeyed. Without it the run is online where there is a key for it, otherwise offline: nothing is asked
+    in a terminal, and `wandb sync` of the folder uploads it later.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb", error) from error
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "pvg"),
+                group=opening.name,
+                name=opening.name,
+                dir=str(opening.directory),
+                config=dict(opening.config),
+                mode=mode,
+                settings=wandb.Settings(silent=True),  # the display is the run's
+            )
+        except (wandb.Error, OSError) as error:
+            raise MissingRequirementError(
+                f"Weights & Biases could not be opened: {error}.",
+                "Log in with `wandb login`, or set WANDB_MODE=offline.",
+            ) from error
+
+    def write(self, point: MetricPoint) -> None:
+        position = {"round": float(point.round), "phase": point.phase}
+        self._run.log({**_existing(point), **position, "_timestamp": point.time}, step=point.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """A trackio run in its local store: `trackio show --project pvg`. Set TRACKIO_DIR for another place."""
+
+    def __init__(self, opening: Opening) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio", error) from error
+        self._run = trackio.init(project="pvg", name=opening.name, config=dict(opening.config), embed=False)
+
+    def write(self, point: MetricPoint) -> None:
+        self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# Name in `telemetry.sinks` -> what opens it. Opening raises MissingRequirementError when its package is not installed.
+SINKS: dict[str, Callable[[Opening], MetricSink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+}
+
+
+def open_sinks(names: Sequence[str], opening: Opening) -> dict[str, MetricSink]:
+    """Open them all, or none: those opened before one that fails are closed again."""
+    opened: dict[str, MetricSink] = {}
+    try:
+        for name in dict.fromkeys(names):
+            if name not in SINKS:
+                raise UsageError(f"There is no metric sink {name!r}.", f"Known: {', '.join(SINKS)}.")
+            opened[name] = SINKS[name](opening)
+    except BaseException:
+        for sink in opened.values():
+            sink.close()
+        raise
+    return opened
+
+
+def _missing(package: str, error: ImportError) -> MissingRequirementError:
+    return MissingRequirementError(
+        f"telemetry.sinks names {package}, which cannot be imported ({error}).", f"pip install 'pvg[{package}]'"
+    )
+
+
+def _existing(point: MetricPoint) -> dict[str, float]:
+    return {name: value for name, value in point.metrics.items() if not math.isnan(value)}
+
+
+class SinkBoard:
+    """Writes points to all `sinks` (by name) from one thread. `on_notice` is called from that thread too."""
+
+    def __init__(
+        self, sinks: Mapping[str, MetricSink], on_notice: Callable[[str], None], *, capacity: int = CAPACITY
+    ) -> None:
+        self._sinks = dict(sinks)
+        self._on_notice = on_notice
+        self._capacity = capacity
+        self._points: deque[MetricPoint] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self.dropped = 0  # points that no sink got, because too many were waiting
+        self._thread = threading.Thread(target=self._run, name="metric sinks", daemon=True)
+        self._thread.start()
+
+    def write(self, point: MetricPoint) -> None:
+        """Hand a point over; returns at once. Raises RuntimeError after `close`."""
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("SinkBoard.write after close")
+            full = len(self._points) >= self._capacity
+            if full:
+                self.dropped += 1
+            else:
+                self._points.append(point)
+                self._changed.notify()
+        if full and self.dropped == 1:
+            self._on_notice(
+                f"The metric sinks ({', '.join(self._sinks)}) are slower than the run: points are left out of them. "
+                "metrics.jsonl has them all."
+            )
+
+    def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
+        """Write what is waiting and close every sink, within about `limit_s` seconds; a second call does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            self._on_notice(
+                f"The metric sinks did not finish within {limit_s:g} s: {len(self._points)} points and the end of "
+                f"{', '.join(self._sinks)} are missing there. metrics.jsonl has everything."
+            )
+        if self.dropped:
+            self._on_notice(f"{self.dropped} points were left out of the metric sinks, which were too slow.")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._points or self._closing)
+                if not self._points:
+                    break
+                point = self._points.popleft()
+            for name, sink in list(self._sinks.items()):
+                self._guarded(name, lambda sink=sink, point=point: sink.write(point))  # type: ignore[misc]
+        for name, sink in list(self._sinks.items()):
+            self._guarded(name, sink.close, last=True)
+
+    def _guarded(self, name: str, call: Callable[[], None], *, last: bool = False) -> None:
+        """The one place where the fault of somebody else's library is kept from ending the run: it is told instead."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - what a foreign sink may raise is not known
+            sink = self._sinks.pop(name)
+            self._on_notice(
+                f"The metric sink {name} failed and is closed ({type(error).__name__}: {error}). "
+                "metrics.jsonl has everything."
+            )
+            if not last:
+                self._close_failed(sink)
+
+    def _close_failed(self, sink: MetricSink) -> None:
+        try:
+            sink.close()
+        except Exception:  # noqa: BLE001 - a sink that fails to write may fail to close; it has been told
+            return
