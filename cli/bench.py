@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,8 +149,10 @@ def _output(out: Path | None, plan: Plan) -> Path:
     while not folder.exists():  # ./bench is made when there is something to put into it
         folder = folder.parent
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+        with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # some file systems find room only now
     except OSError as error:
         raise MissingRequirementError(
             f"No report can be written into {folder}: {error.strerror}.", "Write it elsewhere with --out FILE."

