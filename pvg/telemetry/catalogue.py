@@ -134,7 +134,7 @@ def _played() -> list[Metric]:
 
 def _verifier() -> list[Metric]:
     return [
-        *_in(VERIFIER, "loss", "nats", LOWER, "The verifier's loss, mean over the step's pairs."),
+        *_in(VERIFIER, "loss", "number", LOWER, "The verifier's loss, mean over the step's pairs, penalty included."),
         *_in(VERIFIER, "pair_accuracy", "share", HIGHER, "Pairs whose correct solution scores higher; a tie is half."),
         *_in(VERIFIER, "score_mean", "score", NEITHER, "Mean score of the step's solutions."),
         *_in(
@@ -254,15 +254,7 @@ PARTS = {
 
 
 def _budget() -> list[Metric]:
-    exposed, busy = "Exposed: the step waited for it.", "Busy: work on all tracks, overlapped work included."
-    return [
-        metric
-        for part, meaning in PARTS.items()
-        for metric in (
-            Metric(f"budget/{part}", "s", f"{meaning} {exposed}", LOWER),
-            Metric(f"busy/{part}", "s", f"{meaning} {busy}", LOWER),
-        )
-    ]
+    return [metric for part, what in PARTS.items() for metric in _in(("budget", "busy"), part, "s", LOWER, what)]
 
 
 def _device() -> list[Metric]:
@@ -342,7 +334,8 @@ def page() -> str:
         (
             "Time",
             ("budget", "busy"),
-            "Exposed parts sum to the wall time of the step. A part that took no time is left out.",
+            "Seconds by part. `budget` is exposed time, which the step waited for: the parts sum to its wall time. "
+            "`busy` is work on all tracks, overlapped work included. A part that took no time is left out.",
         ),
         ("Machine", ("device",), ""),
         ("Event loop", ("loop",), "A tick is late by its lag; ticks that came due during a stall each count as late."),
@@ -354,7 +347,7 @@ def page() -> str:
         text += ["| name | unit | better | meaning | Prometheus |", "|---|---|---|---|---|"]
         for group in _same([metric for metric in METRICS.values() if metric.where in places]):
             first = group[0]
-            names = ", ".join(f"`{metric.name}`" for metric in group)
+            names = f"`{first.name}`" + "".join(f", `{metric.where}/…`" for metric in group[1:])
             exposed = ", ".join(dict.fromkeys(f"`{exposed_name(metric.name)}`" for metric in group))
             better = "–" if first.better == NEITHER else first.better
             text.append(f"| {names} | {first.unit} | {better} | {first.meaning} | {exposed} |")

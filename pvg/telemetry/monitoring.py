@@ -51,7 +51,7 @@ class Monitoring:
     ) -> None:
         self._section = section
         self._record, self._log, self._notice, self._alert = record, log, notice, alert
-        self._opening = Opening(run_directory, name, config)
+        self._opening = Opening(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
         self._held: set[str] = set()  # the alerts that hold

@@ -1,6 +1,6 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, each behind one small protocol.
 
-    board = SinkBoard(open_sinks(("tensorboard",), Opening(run_directory, name, config)), on_notice=print)
+    board = SinkBoard(open_sinks(("tensorboard",), opening), on_notice=print)
     board.write(MetricPoint(time.time(), step=7, round=0, phase="train_prover", metrics={"train_prover/loss": 0.1}))
     board.close()
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,11 +53,14 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a sink is opened for. Whatever it writes to the disk goes into `directory`, the run's own."""
+    """What a sink is opened for: the run's own folder, its name and configuration, whether an earlier process has
+    played a part of it, and where a sentence for the user goes."""
 
     directory: Path
     name: str
     config: Mapping[str, Any]
+    resumed: bool
+    on_notice: Callable[[str], None]
 
 
 class TensorBoardSink:
@@ -98,8 +103,8 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run whose files lie in the run directory; the processes that play one run form a group.
 
-    WANDB_MODE is obeyed. Without it the run is online where there is a key for it, otherwise offline: nothing is asked
-    in a terminal, and `wandb sync` of the folder uploads it later.
+    Offline unless WANDB_MODE says otherwise: nothing leaves the machine, and nothing is asked in a terminal, without
+    the user's word.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -107,7 +112,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise _missing("wandb", error) from error
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE", "offline")
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "pvg"),
@@ -116,37 +121,48 @@ class WandbSink:
                 dir=str(opening.directory),
                 config=dict(opening.config),
                 mode=mode,
-                settings=wandb.Settings(silent=True),  # the display is the run's
+                settings=wandb.Settings(silent=True, console="off"),  # the terminal is the run's
             )
         except (wandb.Error, OSError) as error:
             raise MissingRequirementError(
-                f"Weights & Biases could not be opened: {error}.",
-                "Log in with `wandb login`, or set WANDB_MODE=offline.",
+                f"Weights & Biases could not be opened: {error}.", "Run `wandb login`, or set WANDB_MODE=offline."
             ) from error
-
-    def write(self, point: MetricPoint) -> None:
-        position = {"round": float(point.round), "phase": point.phase}
-        self._run.log({**_existing(point), **position, "_timestamp": point.time}, step=point.step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink:
-    """A trackio run in its local store: `trackio show --project pvg`. Set TRACKIO_DIR for another place."""
-
-    def __init__(self, opening: Opening) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise _missing("trackio", error) from error
-        self._run = trackio.init(project="pvg", name=opening.name, config=dict(opening.config), embed=False)
+        if mode == "offline":
+            opening.on_notice(
+                f"Weights & Biases is offline: `wandb sync {opening.directory / 'wandb' / 'offline-run-*'}` uploads "
+                "it, WANDB_MODE=online does so at once."
+            )
 
     def write(self, point: MetricPoint) -> None:
         self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TrackioSink:
+    """A run in trackio's store on this machine (TRACKIO_DIR moves it), which a resumed run continues."""
+
+    def __init__(self, opening: Opening) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio", error) from error
+        with redirect_stdout(sys.stderr):  # it prints, and stdout may be for one JSON document
+            self._run = trackio.init(
+                project="pvg",
+                name=opening.name,
+                config=dict(opening.config),
+                resume="allow" if opening.resumed else "never",
+                embed=False,
+            )
+
+    def write(self, point: MetricPoint) -> None:
+        self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
 
 
 # Name in `telemetry.sinks` -> what opens it. Opening raises MissingRequirementError when its package is not installed.
