@@ -1,0 +1,167 @@
+"""The sync workload: requests are in flight at each update, and the queue time is set against the right batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pvg.bench.profile import load_profile
+from pvg.bench.runner import run_variant
+from pvg.bench.workloads import sync
+from pvg.bench.workloads.sync import Streams, SyncWorkload, Update
+from pvg.errors import ConfigurationError
+from pvg.rollout.engine import Completion, Engine, GenerationRequest
+from pvg.weights import SyncTiming, WeightUpdate
+from pvg.weights.publisher import Publisher
+
+PROFILE = "profiles/sync.toml"
+TINY = (
+    "workload.streams=6",
+    "workload.updates=3",
+    "workload.waves=1",
+    "rollout.max_tokens=8",
+    "task.problems=64",
+    "task.test_problems=8",
+    "models.threads=1",
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(*overrides: str) -> SyncWorkload:
+    workload = sync.make(load_profile(PROFILE, [*TINY, *overrides]))
+    assert isinstance(workload, SyncWorkload)
+    return workload
+
+
+class CountingEngine:
+    """An engine that notes how many requests it has been given and not answered when new weights come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.unanswered = 0
+        self.at_updates: list[int] = []
+        self.lengths: set[int] = set()
+        self.seeds: list[int] = []
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._engine.max_in_flight
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.unanswered += 1
+        self.seeds.append(request.seed)
+        completion = await self._engine.generate(request)
+        self.unanswered -= 1
+        self.lengths.add(len(completion.token_ids))
+        return completion
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        self.at_updates.append(self.unanswered)
+        return await self._engine.load_weights(update)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def test_every_loaded_update_meets_all_streams_in_flight_and_the_idle_ones_none() -> None:
+    async def play() -> tuple[CountingEngine, SyncWorkload, dict[str, float]]:
+        workload = make()
+        await workload.open()
+        try:
+            engine = CountingEngine(workload._target.engine)
+            workload._target = replace(workload._target, engine=engine, publisher=Publisher([engine]))
+            measured = await workload.sample(0)
+        finally:
+            await workload.close()
+        return engine, workload, measured
+
+    engine, workload, measured = asyncio.run(play())
+    assert engine.at_updates == [0, 0, 0, 6, 6, 6]
+    assert engine.version == 6
+    (streams, updates), *_ = workload.loaded
+    assert [update.in_flight for update in updates] == [6, 6, 6]
+    assert [update.timing.version for update in updates] == [4, 5, 6]
+    assert streams.in_flight == engine.unanswered == 0  # nothing is left behind
+    assert 6 in streams.versions  # the last update served tokens
+    assert engine.lengths == {8}  # nothing stopped early
+    assert engine.seeds[:6] == engine.seeds[-6:]  # before and after, the streams ask for the same
+    assert len(set(engine.seeds[:6])) == 6
+    for load in ("idle", "loaded"):
+        for name in ("wall", "rpc", "queue"):
+            p50, p95, p99 = (measured[f"{load}_{name}_p{percentile}_ms"] for percentile in (50, 95, 99))
+            assert 0 <= p50 <= p95 <= p99
+
+
+def test_the_runner_takes_its_samples() -> None:
+    async def play() -> tuple[Any, dict[str, Any]]:
+        return await run_variant(make, warmup=0, repeats=2)
+
+    variant, work = asyncio.run(play())
+    assert variant.status == "ok"
+    assert variant.derived["in_flight_min"] == 6
+    assert {"idle_updates", "streams_before", "loaded_updates", "streams_after"} <= variant.budget.exposed.keys()
+    assert work["updates"] == {"idle": 3, "loaded": 3}
+    assert work["completion_tokens"] == 8
+    assert work["parameters"] > 0
+    assert "max_rows" not in work  # how it is done is no part of what is done
+
+
+def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
+    workload = make()
+    streams = Streams(None, None, 0)  # type: ignore[arg-type]
+    # Two batches: 10.0 to 10.4 and 10.5 to 10.7.
+    streams.batches = {0.4: 10.4, 0.2: 10.7}
+    streams.versions = {3, 4}
+    assert streams.batch_at(10.1) == pytest.approx((10.0, 10.4))
+    assert streams.batch_at(10.45) is None
+    assert streams.batch_at(10.5 + 1e-9) == pytest.approx((10.5, 10.7))
+    assert streams.batch_at(10.7) is None
+    timings = [SyncTiming(4, wall_ms=330.0, rpc_ms=10.0), SyncTiming(5, wall_ms=15.0, rpc_ms=10.0)]
+    # The first waits 320 ms, 300 of them for the rest of a batch of 400; the second waits 5 ms between two batches.
+    workload.loaded = [(streams, [Update(10.1, 6, timings[0]), Update(10.45, 4, timings[1])])]
+    derived = workload.derived()
+    assert derived["queue_explained"] == pytest.approx(300 / 325)
+    assert derived["queue_batches_max"] == pytest.approx(320 / 400)
+    assert derived["in_flight_min"] == 4
+    assert derived["versions_served"] == pytest.approx(2 / 3)
+
+
+def test_percentiles_of_hand_made_updates() -> None:
+    updates = [Update(0.0, 0, SyncTiming(i, wall_ms=float(i), rpc_ms=float(i) / 2)) for i in range(1, 102)]
+    found = sync._times("idle", updates)
+    assert [found[f"idle_wall_p{p}_ms"] for p in (50, 95, 99)] == [51.0, 96.0, 100.0]
+    assert [found[f"idle_queue_p{p}_ms"] for p in (50, 95, 99)] == [25.5, 48.0, 50.0]
+
+
+def test_updates_come_at_all_moments_of_a_batch() -> None:
+    moments = np.sort([number * sync.GOLDEN % 1 for number in range(1, 21)])
+    gaps = np.diff([0.0, *moments, 1.0])
+    assert gaps.max() < 2 / 20  # no twentieth of a batch is left out by more than its neighbour
+
+
+def test_an_engine_that_cannot_take_it_says_so() -> None:
+    with pytest.raises(ConfigurationError, match=r"rollout\.concurrency is 4"):
+        make("rollout.concurrency=4", "rollout.max_rows=4")
+
+    async def play() -> Any:
+        return await run_variant(lambda: make("rollout.max_tokens=5000"), warmup=0, repeats=1)
+
+    variant, _ = asyncio.run(play())
+    assert variant.status == "failed"
+    assert "more than the model's" in variant.reason
