@@ -18,7 +18,7 @@ from pvg.experiment import Experiment, differences
 from pvg.game.states import GameState
 from pvg.records import Rollout
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
-from pvg.store.journal import JsonLines
+from pvg.store.journal import JsonLines, read_json_lines
 from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -33,7 +33,8 @@ Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
 
 class Ledger:
-    """The durable side of one run. `state` is the last committed state; only `commit` changes it."""
+    """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before` counts
+    the committed steps of earlier processes."""
 
     def __init__(self, directory: RunDirectory, experiment: Experiment, code_version: str) -> None:
         self.directory = directory
@@ -47,6 +48,7 @@ class Ledger:
         self._spans = JsonLines(directory.spans)
         self._metrics.truncate(self.state.offsets.get("metrics", 0))
         self._spans.truncate(self.state.offsets.get("spans", 0))
+        self.steps_before = sum(record["kind"] == "step" for record in read_json_lines(directory.metrics))
 
     def played_on(self, machine: str) -> str | None:
         """Record what the run goes on with; a notice when that is not what it was begun with."""

@@ -39,6 +39,7 @@ from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.cuda_clock import CudaClock
+from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import Tracer, span
 from pvg.training.trainer import checkpoint_layers
@@ -123,7 +124,23 @@ async def open_session(
         session = Session(experiment, task, ledger, players, render, observer, stop, tracer)
         check_prompts_fit(session)
     ledger.log.event("run", event="start", run=run.name, round=ledger.state.round, phase=ledger.state.phase.value)
+    session.monitoring = await stack.enter_async_context(monitoring_of(session, run))
     return session
+
+
+def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:
+    """What watches the machine and the event loop beside the run, and passes its metrics on."""
+    return Monitoring(
+        session.experiment.telemetry,
+        record=session.ledger.record,
+        log=session.ledger.log.line,
+        notice=session.observer.noticed,
+        alert=lambda alert: session.alert([alert], session.state.step),
+        run_directory=run.path,
+        name=run.name,
+        config=session.experiment.plain(),
+        first_step=session.ledger.steps_before,
+    )
 
 
 def check_prompts_fit(session: Session) -> None:

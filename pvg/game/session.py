@@ -136,6 +136,8 @@ class Session:
         place = {"round": info.round, "phase": info.phase}
         self.ledger.record("phase", **place, seconds=seconds, metrics=self.phase_metrics, budget=outside)
         self._record_spans(**place, step=info.total)
+        if self.monitoring is not None:
+            self.monitoring.phase(info.round, info.phase, metrics)
         self.observer.phase_finished(info, metrics)
 
     def finish_round(self, metrics: Mapping[str, float]) -> None:
