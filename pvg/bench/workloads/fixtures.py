@@ -5,7 +5,8 @@ Everything follows from the experiment and a seed, so that each sample and each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from pvg.experiment import Experiment
 from pvg.game.roles import Render, assign_roles
 from pvg.game.seeds import draw_cyclic, generator_for, seed_for
 from pvg.models.language_model import LanguageModel
-from pvg.records import Float32, Rollout
+from pvg.records import Float32, Int32, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.store import RunDirectory
 from pvg.tasks.halves import problems_of_half
@@ -98,6 +99,14 @@ def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> 
         group_ids_N=group_ids_N,
         versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
     )
+
+
+def digest_of(rows: Iterable[Int32]) -> str:
+    """A short checksum of rows of token ids: equal counts alone do not make two reports' work the same."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row).to_bytes(8) + row.tobytes())
+    return digest.hexdigest()[:12]
 
 
 def model_facts(model: LanguageModel) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.fixtures import check_work, fixed_orders, model_facts, recorded_orders
+from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
 from pvg.experiment import Count, Section
 from pvg.game.players import Players
@@ -113,6 +113,7 @@ class RolloutWorkload:
             "groups": len(orders),
             "rollouts": sum(order.size for order in orders),
             "prompt_tokens": sum(len(order.prompt_ids) * order.size for order in orders),
+            "prompts": digest_of(order.prompt_ids for order in orders),
             "max_tokens": rollout.max_tokens,
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,

@@ -33,7 +33,7 @@ import torch
 from pvg.bench.machine import matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.fixtures import check_work, drawn_rewards, fixed_orders, model_facts, policy_batch
+from pvg.bench.workloads.fixtures import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.bench.workloads.replay import recorded_batches, rewards_of
 from pvg.errors import ConfigurationError
 from pvg.experiment import Count, Experiment, Section, build_experiment
@@ -192,7 +192,8 @@ class TrainerWorkload:
 
     def work(self) -> dict[str, Any]:
         """Mean lengths are rounded: where two tokens were all but tied, another machine may have sampled the other."""
-        prompts = int(sum(batch.prompt_lengths.sum() for batch in self._batches))
+        rows = [(ids, length) for b in self._batches for ids, length in zip(b.sequences, b.prompt_lengths, strict=True)]
+        prompts = sum(int(length) for _, length in rows)
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
@@ -202,6 +203,7 @@ class TrainerWorkload:
             "rollouts": self._rollouts,
             "mean_prompt_tokens": round(prompts / self._rollouts, 1),
             "mean_completion_tokens": round((self._tokens - prompts) / self._rollouts, 1),
+            "prompts": digest_of(ids[:length] for ids, length in rows),
             "seed": self._own.seed,
         }
         return found | ({} if self._replay is None else {"replay": self._replay.name, "batches": self._places})
