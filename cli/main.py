@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, report, rollout, train
+from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, train
 from cli.boundary import Commands
 from pvg import __version__
 
@@ -51,3 +51,4 @@ report.register(app)
 config.register(app)
 doctor.register(app)
 diagnose.register(app)
+profile.register(app)

@@ -30,6 +30,7 @@ from pvg.telemetry.spans import DRIVER, Span
 PROCESS = 1
 GAME_LANE = 1  # thread number of the lane of phases and steps; tracks follow
 ROUNDING_S = 2e-6  # seconds since 1970 in floating point are this coarse: a child may seem to outlive its parent
+LEAST_UNIX_S = 1e8  # 1973: spans of old runs count from the start of their process, and nothing else can be laid beside
 PLACE = ("round", "phase", "step")
 
 # Counters of metrics.jsonl: the track they are drawn in, the factor of their unit, and the name of the line.
@@ -83,6 +84,8 @@ def trace_events(
 ) -> Iterator[Event]:
     """The events of the trace. `metrics`: lines of a metrics.jsonl; those without a counter or an alert are skipped."""
     ordered = sorted(spans, key=lambda span: (span["start_s"], span["depth"], -span["end_s"]))
+    if ordered and ordered[0]["start_s"] < LEAST_UNIX_S:
+        metrics = ()
     samples = [record for record in metrics if record.get("kind") in ("device", "loop", "alert") and "time" in record]
     first_s = min([span["start_s"] for span in ordered[:1]] + [record["time"] for record in samples], default=0.0)
     yield _named("process_name", name, 0)
@@ -109,12 +112,12 @@ def write_trace(path: Path, events: Iterable[Event]) -> int:
 
 def _tracks(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]:
     lanes: dict[str, list[_Lane]] = {}
-    tracks = dict.fromkeys(span["track"] for span in ordered)
+    tracks = dict.fromkeys(span.get("track", DRIVER) for span in ordered)
     names = sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track))
     block = 1000  # lanes of one track have neighbouring numbers, so that the viewer sorts them together
     start = {track: GAME_LANE + 1 + block * place for place, track in enumerate(names)}
     for span in ordered:
-        track = span["track"]
+        track = span.get("track", DRIVER)
         beside = lanes.setdefault(track, [])
         lane = _fitting(beside, span)
         if lane is None:
@@ -141,7 +144,7 @@ def _fitting(lanes: list[_Lane], span: Mapping[str, Any]) -> _Lane | None:
 
 def _game(ordered: list[Mapping[str, Any]], first_s: float) -> Iterator[Event]:
     """A lane of phases, and in them of steps: as long as the driver's spans of each follow one another."""
-    driven = [span for span in ordered if span["track"] == DRIVER and "phase" in span]
+    driven = [span for span in ordered if span.get("track", DRIVER) == DRIVER and "phase" in span]
     if not driven:
         return
     yield from _lane_named(GAME_LANE, "game")

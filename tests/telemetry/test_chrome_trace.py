@@ -169,6 +169,15 @@ def test_counters_and_alerts() -> None:
     ]
 
 
+def test_an_old_run_without_tracks_and_with_times_of_its_own() -> None:
+    old = {"name": "sync", "start_s": 0.25, "end_s": 0.5, "depth": 0, "round": 0, "phase": "mint", "step": 8}
+    alert = {"kind": "alert", "time": 1.7e9, "name": "collapse", "message": "It fell."}
+    events = list(trace_events([old], [alert]))
+    assert complete(events)["sync"]["dur"] == 0.25 * SECOND
+    assert "driver" in lane_names(events).values()
+    assert not [event for event in events if event["ph"] == "i"]
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_the_file_is_one_json_document(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

@@ -1,0 +1,184 @@
+"""`pvg profile [EXPERIMENT] --stage STAGE`: what one stage's time is spent on; `--run RUN`: the timeline of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
+from cli.options import RunsOption, SetOption
+from cli.resolve import DEFAULT_EXPERIMENT
+from pvg.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pvg.bench.profiling.profile import Profiled
+
+DEFAULT_STAGE = "e2e"
+DEFAULT_STEPS = 3
+
+
+def register(app: typer.Typer) -> None:
+    app.command("profile")(profile)
+
+
+@guarded
+def profile(
+    *,
+    experiment: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME|FILE]", help="An experiment of ./experiments or of pvg, or a TOML file."),
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="STAGE", help="rollout, trainer, or e2e: whole steps.")
+    ] = None,
+    overrides: SetOption = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps under each profiler.")] = DEFAULT_STEPS,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Run nothing: export the timeline of this run.")
+    ] = None,
+    runs: RunsOption = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="A new folder; else profile-NAME-STAGE.")
+    ] = None,
+    py_spy: Annotated[
+        bool | None,
+        typer.Option("--py-spy/--no-py-spy", help="Demand py-spy, or leave it out.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Profile a stage: our spans, the torch profiler and py-spy, one after the other, into one folder.
+
+    Prints the ten costliest frames. The profilers slow down what they measure, each in its own way.
+    """
+    if run is not None:
+        if experiment or stage or overrides or py_spy is not None:
+            raise UsageError(
+                "--run exports a run as it was: it takes no experiment, stage or settings.", "Leave them out."
+            )
+        made = _of_run(run, runs, out)
+    else:
+        try:
+            made = _of_stage(
+                experiment or DEFAULT_EXPERIMENT, stage or DEFAULT_STAGE, overrides or [], steps, out, py_spy
+            )
+        except KeyboardInterrupt:
+            say("Stopped. What was finished lies in the folder.")
+            if as_json:
+                emit_error("Stopped", "Stopped before all profilers had run.", "", EXIT_STOPPED)
+            raise typer.Exit(EXIT_STOPPED) from None
+    if as_json:
+        emit(made.plain())
+    else:
+        _show(made)
+
+
+def _of_run(run: str, runs: Path, out: Path | None) -> Profiled:
+    from pvg.bench.profiling.profile import profile_run
+    from pvg.store.run_directory import RunDirectory
+
+    directory = RunDirectory.open(run, runs)
+    return profile_run(directory, out or _free(f"profile-{directory.name}"))
+
+
+def _of_stage(
+    experiment: str, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
+) -> Profiled:
+    from pvg.bench.profiling.profile import profile_stage
+    from pvg.bench.profiling.stages import stage_of, stage_settings
+
+    chosen = stage_of(stage)
+    settings = stage_settings(chosen, experiment, overrides)
+    folder = out or _free(f"profile-{settings.experiment.name}-{chosen}")
+    return profile_stage(settings, chosen, folder, steps=steps, py_spy=py_spy, on_pass=lambda told: say(f"{told} ..."))
+
+
+def _free(name: str) -> Path:
+    """`name`, or name-2, -3 ... where that exists."""
+    path, number = Path(name), 1
+    while path.exists():
+        number += 1
+        path = Path(f"{name}-{number}")
+    return path
+
+
+# --- printing --------------------------------------------------------------------------------------------------------
+
+
+def _show(made: Profiled) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from cli.output import stdout
+
+    console = stdout()
+    console.print(Text(made.title, style="bold"))
+    if made.frames:
+        console.print(Text.assemble("\n", ("Costliest frames", "bold"), (f"   {_origin(made)}", "bright_black")))
+        console.print(Padding(_frames_table(made), (0, 0, 0, 2)))
+    if made.passes:
+        console.print(
+            Text.assemble(
+                ("\nFastest step", "bold"), ("   by pass: profilers slow down what they measure", "bright_black")
+            )
+        )
+        console.print(Padding(_passes_table(made), (0, 0, 0, 2)))
+    console.print(Text.assemble("\n", ("Files", "bold"), (f"   in {made.folder}", "bright_black")))
+    console.print(Padding(_files_table(made), (0, 0, 0, 2)))
+    for tool, why in made.missing.items():
+        console.print(Text(f"\nMissing: {tool}. {why}", style="yellow"))
+
+
+def _origin(made: Profiled) -> str:
+    if made.frames_from == "torch":
+        return "operators of torch, by their own time (there is no py-spy to see Python frames)"
+    return f"Python functions by own time: {made.samples:,} samples of py-spy, all threads ({made.waiting:,} waiting)"
+
+
+def _frames_table(made: Profiled) -> Table:
+    from rich.text import Text
+
+    from cli.output import quiet_table
+
+    table = quiet_table()
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("own", justify="right", no_wrap=True)
+    table.add_column("", style="cyan", no_wrap=True)
+    table.add_column("function" if made.frames_from == "py-spy" else "operator", overflow="fold")
+    if made.frames_from == "py-spy":
+        table.add_column("file:line", style="bright_black", overflow="fold")
+    most = max(frame.share for frame in made.frames)
+    for frame in made.frames:
+        bar = "━" * max(1, round(10 * frame.share / most)) if most > 0 else ""
+        place = [Text(frame.place)] if made.frames_from == "py-spy" else []
+        table.add_row(f"{100 * frame.share:.1f} %", f"{frame.own_s:.2f} s", bar, Text(frame.function), *place)
+    return table
+
+
+def _passes_table(made: Profiled) -> Table:
+    from cli.output import quiet_table
+
+    table = quiet_table()
+    table.show_header = False
+    first = made.passes[0].fastest_s
+    for each in made.passes:
+        slower = "" if each is made.passes[0] else f"{100 * (each.fastest_s / first - 1):+.0f} %"
+        table.add_row(each.name, f"{each.fastest_s:.3f} s", slower, f"{len(each.walls_s)} steps")
+    return table
+
+
+def _files_table(made: Profiled) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bright_black", overflow="fold")
+    table.add_row("README.txt", "What each file is and how to open it.")
+    for file in made.files:
+        table.add_row(Text(file.name), Text(f"{file.what} {file.how}".strip()))
+    return table

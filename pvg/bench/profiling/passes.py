@@ -1,0 +1,154 @@
+"""The passes over a stage's work: each profiler alone, since each slows down what the others would measure.
+
+A pass repeats the workload's sample some times. All of them share one opened and warmed workload.
+
+- `spans_pass`: nothing but our own spans; its wall time is what the others are compared with
+- `torch_pass`: the torch profiler; every operator, in every thread
+- `py_spy_pass`: py-spy beside us
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pvg.bench.profiling.frames import SHOWN_FRAMES, Frame
+from pvg.bench.profiling.py_spy import Format, sampling
+from pvg.bench.report import Budget
+from pvg.bench.runner import total
+from pvg.bench.workload import Workload
+from pvg.telemetry.chrome_trace import placed, trace_events, write_trace
+from pvg.telemetry.device import DeviceSampler
+from pvg.telemetry.spans import DeviceClock, Tracer
+
+LEAST_SAMPLED_S = 5.0  # a pass of py-spy lasts at least so long: a thousand samples at its rate
+OPERATORS_SHOWN = 40  # lines of the table of torch operators
+SAMPLE_EVERY_S = 0.5  # CPU, memory and GPU beside the spans: a stage takes seconds, not hours
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """How long the samples of a pass took, seconds each."""
+
+    name: str
+    walls_s: tuple[float, ...]
+
+    @property
+    def fastest_s(self) -> float:
+        """Of the samples the one that other programs on the machine disturbed least."""
+        return min(self.walls_s)
+
+
+async def spans_pass(
+    workload: Workload, steps: int, path: Path, *, stage: str, device_clock: DeviceClock | None
+) -> tuple[Pass, Budget]:
+    """Write the timeline; returns the budget over all samples."""
+    tracer = Tracer(device_clock=device_clock)
+    spans: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    budgets = []
+    sampler = DeviceSampler(
+        SAMPLE_EVERY_S,
+        lambda moment, metrics: samples.append({"kind": "device", "time": moment, "metrics": metrics}),
+        lambda notice: None,  # no GPU: the trace then has no counters of one
+    )
+    sampler.start()
+    try:
+        with tracer.drive():
+            tracer.close_step()
+            for step in range(1, steps + 1):
+                await workload.sample(step)
+                budgets.append(tracer.close_step())
+                spans += placed(tracer.take_spans(), round=0, phase=stage, step=step)
+    finally:
+        sampler.stop()
+    write_trace(path, trace_events(spans, samples, name=f"pvg profile, {stage}"))
+    return Pass("spans", tuple(budget.wall_s for budget in budgets)), total(budgets)
+
+
+async def torch_pass(workload: Workload, steps: int, trace: Path, table: Path) -> tuple[Pass, tuple[Frame, ...]]:
+    """Write the trace and the table of operators; returns the operators that cost most themselves."""
+    # Without it only the calling thread's operators are seen, and ours run in an executor's. It has no public name.
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = _cuda()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    config = _ExperimentalConfig(profile_all_threads=True)
+    profiler = profile(activities=activities, experimental_config=config)
+    with without_usdt_lines():
+        profiler.start()
+    try:
+        walls_s = await _timed(workload, lambda done, _: done < steps)
+    finally:
+        with without_usdt_lines():
+            profiler.stop()
+    return Pass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
+
+
+def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[Frame, ...]:
+    profiler.export_chrome_trace(str(trace))
+    averages = profiler.key_averages()
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    table.write_text(averages.table(sort_by=order, row_limit=OPERATORS_SHOWN, max_name_column_width=60))
+    return _operators(averages, on_gpu)
+
+
+@contextmanager
+def without_usdt_lines() -> Iterator[None]:
+    """Keep back the lines in which torch's profiler reports its own start and stop on stderr, whatever its log level;
+    everything else that is written there meanwhile is passed on."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            caught.seek(0)
+            os.write(stderr, b"".join(line for line in caught if not line.startswith(b"USDT:")))
+            os.close(stderr)
+
+
+def _operators(averages: Any, on_gpu: bool) -> tuple[Frame, ...]:
+    own_us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in averages}
+    whole = sum(own_us.values())
+    costliest = sorted(own_us.items(), key=lambda item: -item[1])[:SHOWN_FRAMES]
+    return tuple(Frame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
+
+
+async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> Pass:
+    """At least `steps` samples, and at least LEAST_SAMPLED_S seconds. Raises PySpyError."""
+    with sampling(py_spy, output, form):
+        walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
+    return Pass(f"py-spy, {form}", walls_s)
+
+
+async def _timed(workload: Workload, goes_on: Callable[[int, float], bool]) -> tuple[float, ...]:
+    """Sample while `goes_on(samples so far, their seconds)`; the seconds of each."""
+    walls_s: list[float] = []
+    while goes_on(len(walls_s), sum(walls_s)):
+        started = time.perf_counter()
+        await workload.sample(len(walls_s))
+        walls_s.append(time.perf_counter() - started)
+    return tuple(walls_s)
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def slowdowns(passes: Sequence[Pass]) -> dict[str, float]:
+    """How much longer the fastest sample took in each pass than in the first one: 0.25 is a quarter longer."""
+    return {each.name: each.fastest_s / passes[0].fastest_s - 1.0 for each in passes[1:]}

@@ -1,0 +1,237 @@
+"""`profile_stage`: a stage's work under all profilers, into one folder; `profile_run`: the timeline of a run.
+
+    made = profile_stage(stage_settings("rollout", "modchain", []), "rollout", Path("out"), steps=3)
+    made.frames, made.files, made.missing
+
+The folder explains itself: README.txt says what each file is and how to open it, profile.json holds the figures.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.bench.profile import BenchSettings
+from pvg.bench.profiling.frames import Frame, read_speedscope
+from pvg.bench.profiling.passes import Pass, py_spy_pass, slowdowns, spans_pass, torch_pass
+from pvg.bench.profiling.py_spy import PySpyError, find_py_spy
+from pvg.bench.profiling.stages import Stage
+from pvg.bench.report import Budget
+from pvg.bench.variants import on_loop
+from pvg.bench.workloads import WORKLOADS, WorkloadTable
+from pvg.errors import MissingRequirementError, UsageError
+from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.chrome_trace import trace_events, write_trace
+from pvg.telemetry.spans import DeviceClock
+
+PERFETTO = "Open https://ui.perfetto.dev and drop the file on it (it stays on your machine), or chrome://tracing."
+WIDTH = 100  # columns of README.txt
+
+OnPass = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One file of the folder: what it shows, and how to open it."""
+
+    name: str
+    what: str
+    how: str
+
+
+@dataclass(slots=True)
+class Profiled:
+    """What a profile found and where it lies. `frames_from`: "py-spy", or "torch" where py-spy could not be had;
+    `missing`: by tool, why it is not there and what mends that."""
+
+    folder: Path
+    title: str
+    frames: tuple[Frame, ...] = ()
+    frames_from: str = ""
+    samples: int = 0  # of py-spy, in working threads
+    waiting: int = 0  # and in waiting ones, which do not count
+    passes: list[Pass] = field(default_factory=list)
+    budget: Budget | None = None
+    files: list[Made] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "folder": str(self.folder),
+            "title": self.title,
+            "frames": [asdict(frame) for frame in self.frames],
+            "frames_from": self.frames_from,
+            "samples": self.samples,
+            "waiting_samples": self.waiting,
+            "passes": [{"name": each.name, "walls_s": list(each.walls_s)} for each in self.passes],
+            "slower_by": slowdowns(self.passes) if self.passes else {},
+            "budget": self.budget.model_dump() if self.budget else None,
+            "files": [asdict(file) for file in self.files],
+            "missing": self.missing,
+        }
+
+
+def profile_stage(
+    settings: BenchSettings,
+    stage: Stage,
+    folder: Path,
+    *,
+    steps: int,
+    py_spy: bool | None = None,
+    on_pass: OnPass = lambda told: None,
+    workloads: WorkloadTable = WORKLOADS,
+) -> Profiled:
+    """Run the stage's work under each profiler and write everything into the new `folder`.
+
+    `py_spy`: True demands it (MissingRequirementError where it cannot be had), None takes it where it is. `on_pass` is
+    told what runs next.
+    """
+    spy = _py_spy(py_spy)  # before anything is loaded: what is missing is said at once
+    made = Profiled(_new(folder), f"{stage} of {settings.experiment.name}, {steps} steps")
+    if isinstance(spy, PySpyError):
+        made.missing["py-spy"] = str(spy)
+        spy = None
+    elif spy is None:
+        made.missing["py-spy"] = "Left out (--no-py-spy)."
+    work = _passes(settings, stage, made, steps, spy, py_spy is True, on_pass, workloads)
+    on_loop(settings.experiment.telemetry.event_loop, work)
+    _write_index(made)
+    return made
+
+
+def profile_run(run: RunDirectory, folder: Path) -> Profiled:
+    """The timeline of a run, from the spans and samples it has written. Raises UsageError when it has none."""
+    if not run.spans.is_file():
+        raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
+    made = Profiled(_new(folder), f"the run {run.name}")
+    metrics = read_json_lines(run.metrics) if run.metrics.is_file() else ()
+    path = made.folder / "timeline.json.gz"
+    count = write_trace(path, trace_events(read_json_lines(run.spans), metrics, name=f"pvg, {run.name}"))
+    what = f"The run as it ran: phases, steps, spans by thread, device samples, loop lag, alerts ({count:,} events)."
+    made.files.append(Made(path.name, what, PERFETTO))
+    _write_index(made)
+    return made
+
+
+def _py_spy(wanted: bool | None) -> Path | PySpyError | None:
+    if wanted is False:
+        return None
+    try:
+        return find_py_spy()
+    except PySpyError as error:
+        if wanted:
+            raise
+        return error
+
+
+def _new(folder: Path) -> Path:
+    """Make the folder. Raises UsageError where something lies there already, MissingRequirementError where it cannot be
+    made."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(f"{folder} exists already and is not an empty folder.", "Name another one with --out.")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MissingRequirementError(
+            f"The folder {folder} cannot be made: {error.strerror}.", "Name another one with --out."
+        ) from error
+    return folder
+
+
+async def _passes(
+    settings: BenchSettings,
+    stage: Stage,
+    made: Profiled,
+    steps: int,
+    spy: Path | None,
+    demanded: bool,
+    on_pass: OnPass,
+    workloads: WorkloadTable,
+) -> None:
+    """Open the workload, warm it up, and go through the passes."""
+    folder, warmup = made.folder, settings.profile.warmup
+    workload = workloads[settings.profile.profile](settings)
+    try:
+        on_pass(f"opening, and {warmup} steps to warm up")
+        await workload.open()
+        for index in range(warmup):
+            await workload.sample(index)
+        on_pass(f"spans, {steps} steps")
+        timeline = folder / "timeline.json.gz"
+        timed, made.budget = await spans_pass(
+            workload, steps, timeline, stage=stage, device_clock=_device_clock(settings)
+        )
+        made.passes.append(timed)
+        made.files.append(Made(timeline.name, "Our own spans by thread and task, with CPU and memory.", PERFETTO))
+        on_pass(f"torch profiler, {steps} steps")
+        trace, table = folder / "torch.json.gz", folder / "torch-operators.txt"
+        timed, made.frames = await torch_pass(workload, steps, trace, table)
+        made.frames_from = "torch"
+        made.passes.append(timed)
+        made.files += [
+            Made(trace.name, "Every torch operator, in every thread.", PERFETTO),
+            Made(table.name, "The same, summed up by operator.", "Any text viewer; it is wide."),
+        ]
+        if spy is not None:
+            await _sampled(workload, made, steps, spy, demanded, on_pass)
+    finally:
+        await workload.close()
+
+
+async def _sampled(workload: Any, made: Profiled, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
+    """The two passes of py-spy: it writes one form at a time."""
+    stacks, flames = made.folder / "py-spy.speedscope.json", made.folder / "py-spy.svg"
+    try:
+        on_pass("py-spy, stacks")
+        made.passes.append(await py_spy_pass(workload, steps, spy, stacks, "speedscope"))
+        on_pass("py-spy, flame graph")
+        made.passes.append(await py_spy_pass(workload, steps, spy, flames, "flamegraph"))
+    except PySpyError as error:
+        if demanded:
+            raise
+        made.missing["py-spy"] = str(error)
+        return
+    sampled = read_speedscope(stacks)
+    made.frames, made.frames_from = sampled.frames, "py-spy"
+    made.samples, made.waiting = sampled.samples, sampled.waiting
+    made.files += [
+        Made(
+            flames.name,
+            "Flame graph of our Python stacks: wide is costly.",
+            "Any browser; click to zoom, Ctrl-F finds.",
+        ),
+        Made(stacks.name, "The stacks by thread, in the order of time.", "Drop it on https://www.speedscope.app."),
+    ]
+
+
+def _device_clock(settings: BenchSettings) -> DeviceClock | None:
+    from pvg.models import pick_device
+    from pvg.telemetry.cuda_clock import CudaClock
+
+    return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
+
+
+def _write_index(made: Profiled) -> None:
+    """profile.json and README.txt."""
+    made.files.append(Made("profile.json", "The figures of this profile, as `pvg profile --json` prints them.", ""))
+    lines = [f"pvg profile: {made.title}", ""]
+    for file in made.files:
+        lines += [
+            file.name,
+            *textwrap.wrap(f"{file.what} {file.how}".strip(), WIDTH, initial_indent="    ", subsequent_indent="    "),
+        ]
+    lines += ["", *(f"Missing: {tool}. {why}" for tool, why in made.missing.items())]
+    if made.passes:
+        lines += [
+            "The profilers slow down what they measure, so each had a pass of its own. Seconds of the fastest step:"
+        ]
+        lines += [f"    {each.name:<22}{each.fastest_s:9.3f}" for each in made.passes]
+    (made.folder / "README.txt").write_text("\n".join(lines).rstrip() + "\n")
+    (made.folder / "profile.json").write_bytes(orjson.dumps(made.plain(), option=orjson.OPT_INDENT_2))

@@ -1,0 +1,112 @@
+"""py-spy beside us: a child that samples our own Python stacks from outside, without slowing the code much.
+
+    with sampling(find_py_spy(), Path("py-spy.speedscope.json"), "speedscope"):
+        work()
+
+Raises PySpyError where py-spy is not there, or may not look into this process; its message says which, and its remedy
+mends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+from pvg.errors import MissingRequirementError
+
+Format = Literal["flamegraph", "speedscope"]
+
+RATE = 200  # samples per second: a frame of 1% has 40 in 20 s; pausing us takes py-spy about 0.1 ms each
+START_LIMIT_S = 60.0  # it reads the symbols of every library first, which takes seconds with torch loaded
+STOP_LIMIT_S = 60.0  # to write its file
+POLL_S = 0.02
+READY = "Sampling process"  # py-spy says so once it samples
+PR_SET_PTRACER, ANYBODY = 0x59616D61, ctypes.c_ulong(-1)  # prctl of Linux' Yama module
+
+
+class PySpyError(MissingRequirementError):
+    """py-spy is missing, not permitted, or failed. `message` is one line, `remedy` the command that mends it."""
+
+
+def find_py_spy() -> Path:
+    """The py-spy of this installation, else of the PATH. Raises PySpyError."""
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    if found is None:
+        raise PySpyError("py-spy is not installed.", "pip install 'pvg[profile]'")
+    return Path(found)
+
+
+@contextmanager
+def sampling(py_spy: Path, output: Path, form: Format) -> Iterator[None]:
+    """Sample this process while the body runs, and write `output`. Raises PySpyError when nothing was written."""
+    command = [str(py_spy), "record", "--pid", str(os.getpid()), "--format", form, "--output", str(output)]
+    command += ["--rate", str(RATE), "--threads"]
+    with tempfile.TemporaryFile() as said:
+        allow_tracing(True)
+        # A session of its own: Ctrl-C is for us, and we stop it.
+        child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            _wait_until_sampling(child, said)
+            yield
+            _finish(child, said, output)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+            allow_tracing(False)
+
+
+def allow_tracing(allowed: bool) -> None:
+    """Where Linux lets only parents look into a process (Yama's ptrace_scope = 1), let our child do it. Elsewhere there
+    is nothing to allow, and the call does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANYBODY if allowed else ctypes.c_ulong(0), 0, 0, 0)
+
+
+def _wait_until_sampling(child: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while READY not in (text := _text(said)):
+        if child.poll() is not None:
+            raise explained(text)
+        if time.monotonic() > deadline:
+            raise PySpyError(
+                f"py-spy did not start to sample within {START_LIMIT_S:.0f} s.", "Try again, or --no-py-spy."
+            )
+        time.sleep(POLL_S)
+
+
+def _finish(child: subprocess.Popen[bytes], said: IO[bytes], output: Path) -> None:
+    child.send_signal(signal.SIGINT)
+    try:
+        code = child.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise PySpyError(f"py-spy did not end within {STOP_LIMIT_S:.0f} s.", "Try again with fewer --steps.") from None
+    if code != 0 or not output.exists() or not output.stat().st_size:
+        raise explained(_text(said))
+
+
+def explained(text: str) -> PySpyError:
+    """From what py-spy printed to what to do."""
+    if "denied" in text.lower() or "not permitted" in text.lower():
+        return PySpyError(
+            "py-spy may not look into this process.",
+            "Allow it: sudo sysctl kernel.yama.ptrace_scope=0; in a container start it with --cap-add=SYS_PTRACE.",
+        )
+    lines = [line.strip().removeprefix("Error: ") for line in text.splitlines() if line.strip()]
+    return PySpyError(f"py-spy failed: {lines[0] if lines else 'it said nothing'}", "See its documentation.")
+
+
+def _text(said: IO[bytes]) -> str:
+    """What the child has printed so far, without moving where it goes on (the two share the file's position)."""
+    return os.pread(said.fileno(), 65_536, 0).decode("utf-8", "replace")
