@@ -1,0 +1,49 @@
+"""The catalogue of metrics, and the page that is written from it."""
+
+from pathlib import Path
+
+from pvg.reporting.figures import SHOWN
+from pvg.telemetry import catalogue
+from pvg.telemetry.catalogue import METRICS, PAGE, UNITS, metric, unknown_metrics
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_page_is_what_the_code_writes() -> None:
+    written = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert written == catalogue.page(), "run: python -m pvg.telemetry.catalogue"
+
+
+def test_every_entry_is_whole() -> None:
+    for name, entry in METRICS.items():
+        assert name == entry.name == f"{entry.where}/{entry.short}"
+        assert entry.where in catalogue.KINDS
+        assert entry.unit in UNITS
+        assert entry.better in ("higher", "lower", "neither")
+        assert entry.meaning.endswith((".", ")."))
+        assert "|" not in entry.meaning  # it would end a cell of the page
+
+
+def test_every_place_and_metric_is_on_the_page() -> None:
+    page = catalogue.page()
+    for entry in METRICS.values():
+        assert f"/{entry.short}`" in page
+    for place in catalogue.KINDS:
+        assert f"`{place}/` {catalogue.KINDS[place]}" in page
+
+
+def test_what_reports_show_is_a_metric_that_is_emitted() -> None:
+    emitted = {entry.short for entry in METRICS.values()}
+    assert set(SHOWN) - emitted == set()
+
+
+def test_unknown_names_are_found() -> None:
+    names = ["train_prover/loss", "train_prover/lose", "loss", "device/gpu3_power_w", "device/gpu_power_w", "mint/loss"]
+    assert unknown_metrics(names) == ["device/gpu_power_w", "loss", "mint/loss", "train_prover/lose"]
+    assert unknown_metrics([]) == []
+
+
+def test_a_numbered_gpu_has_the_entry_of_all_gpus() -> None:
+    found = metric("device/gpu11_sm_activity")
+    assert found is not None
+    assert found.name == "device/gpu{i}_sm_activity"

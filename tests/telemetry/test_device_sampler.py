@@ -1,0 +1,301 @@
+"""The device sampler: a thread that goes on whatever the event loop does, and GPUs that come, lack things and go."""
+
+import asyncio
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from pvg.telemetry import device
+from pvg.telemetry.device import DeviceSampler, Gpu, GpuUnavailableError, HostReader, gpus_of, open_nvml
+
+
+class FakeNvml:
+    """pynvml with GPUs that are told what to answer. Errors, constants and structures are those of the real one."""
+
+    def __init__(self, gpus: int = 1, *, sm_percents: tuple[float, ...] | None = (50.0,)) -> None:
+        self.gpus, self.users, self.samples = gpus, 0, 0
+        self._sm_percents = sm_percents
+        self._readings = 0
+        self.faults: dict[str, Exception] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("NVML", "c_nvml")):
+            return getattr(pynvml, name)
+        raise AttributeError(name)
+
+    def _fault(self, name: str) -> None:
+        if name in self.faults:
+            raise self.faults[name]
+
+    def nvmlInit(self) -> None:
+        self._fault("init")
+        self.users += 1
+
+    def nvmlShutdown(self) -> None:
+        self.users -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        self._fault("count")
+        return self.gpus
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        self._fault(f"handle {index}")
+        return index
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        self._fault("utilisation")
+        return SimpleNamespace(gpu=37, memory=4)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self._fault("memory")
+        return SimpleNamespace(total=80 * 2**30, free=60 * 2**30, used=20 * 2**30)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        self._fault("power")
+        return 412_500
+
+    def nvmlGpmQueryDeviceSupport(self, handle: int) -> Any:
+        self._fault("gpm")
+        return SimpleNamespace(isSupportedDevice=int(self._sm_percents is not None))
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        self.samples += 1
+        return pynvml.c_nvmlGpmSample_t()
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self.samples -= 1
+
+    def nvmlGpmSampleGet(self, handle: int, sample: Any) -> Any:
+        """A sample is the number of the reading that filled it."""
+        self._readings += 1
+        ctypes.cast(ctypes.byref(sample), ctypes.POINTER(ctypes.c_void_p))[0] = self._readings
+        return sample
+
+    def nvmlGpmMetricsGet(self, wanted: Any) -> Any:
+        older, newer = (ctypes.cast(s, ctypes.c_void_p).value for s in (wanted.sample1, wanted.sample2))
+        assert newer == older + 1 == self._readings  # type: ignore[operator]
+        assert (wanted.version, wanted.numMetrics) == (1, 1)
+        assert wanted.metrics[0].metricId == pynvml.NVML_GPM_METRIC_SM_UTIL
+        assert self._sm_percents is not None
+        wanted.metrics[0].value = self._sm_percents[older - 1]
+        wanted.metrics[0].nvmlReturn = pynvml.NVML_SUCCESS
+        return wanted
+
+
+def test_a_gpu_is_read_in_the_units_of_the_records() -> None:
+    nvml = FakeNvml(sm_percents=(12.5, 80.0))
+    gpu = gpus_of(nvml)[0]
+    plain = {
+        "utilisation": 0.37,
+        "memory_bytes": 20 * 2.0**30,
+        "memory_total_bytes": 80 * 2.0**30,
+        "power_w": 412.5,
+    }
+    assert gpu.read() == plain  # SM activity lies between two reads
+    assert gpu.read() == plain | {"sm_activity": 0.125}
+    assert gpu.read() == plain | {"sm_activity": 0.8}
+    gpu.close()
+    assert (nvml.users, nvml.samples) == (0, 0)
+
+
+def test_what_a_gpu_does_not_offer_is_left_out() -> None:
+    nvml = FakeNvml(sm_percents=None)
+    nvml.faults["power"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    gpu = gpus_of(nvml)[0]
+    assert set(gpu.read()) == set(gpu.read()) == {"utilisation", "memory_bytes", "memory_total_bytes"}
+    old_driver = FakeNvml()
+    old_driver.faults["gpm"] = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    gpu = gpus_of(old_driver)[0]
+    gpu.read()
+    assert "sm_activity" not in gpu.read()
+
+
+@pytest.mark.parametrize("fault", ["init", "count", "handle 1", "gpm"])
+def test_a_driver_that_fails_to_start_leaves_nothing_open(fault: str) -> None:
+    nvml = FakeNvml(gpus=2)
+    nvml.faults[fault] = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+    with pytest.raises(GpuUnavailableError):
+        gpus_of(nvml)
+    assert (nvml.users, nvml.samples) == (0, 0)
+
+
+def test_a_machine_without_gpus_says_so() -> None:
+    with pytest.raises(GpuUnavailableError, match="none"):
+        gpus_of(FakeNvml(gpus=0))
+
+
+def test_the_real_driver_or_its_absence() -> None:
+    """pynvml itself, as it is on this machine."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        with pytest.raises(GpuUnavailableError, match="NVML could not be started"):
+            open_nvml()
+    else:
+        pynvml.nvmlShutdown()
+        for gpu in open_nvml().values():
+            assert gpu.read()["memory_total_bytes"] > 0
+            gpu.close()
+
+
+def test_a_missing_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(GpuUnavailableError, match="nvidia-ml-py"):
+        open_nvml()
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """What a sampler handed out."""
+
+    def __init__(self) -> None:
+        self.samples: list[dict[str, float]] = []
+        self.notices: list[str] = []
+        self._arrived = threading.Condition()
+
+    def sample(self, at: float, metrics: dict[str, float]) -> None:
+        assert abs(at - time.time()) < 60
+        assert threading.current_thread().name == "device sampler"
+        with self._arrived:
+            self.samples.append(metrics)
+            self._arrived.notify()
+
+    def wait(self, count: int) -> None:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.samples) >= count, timeout=30)
+
+    def sampler(self, interval_s: float, open_gpus: Callable[[], dict[int, Gpu]]) -> DeviceSampler:
+        return DeviceSampler(interval_s, self.sample, self.notices.append, open_gpus=open_gpus)
+
+
+def no_gpus() -> dict[int, Gpu]:
+    return {}
+
+
+def sampling_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "device sampler"]
+
+
+def test_the_first_sample_comes_at_once_and_stop_does_not_wait_for_the_next() -> None:
+    kept = Kept()
+    sampler = kept.sampler(3600.0, no_gpus)
+    sampler.start()
+    kept.wait(1)
+    sampler.stop()  # the test's own time limit would end it if this waited
+    sampler.stop()
+    assert sampling_threads() == []
+    (sample,) = kept.samples
+    assert set(sample) == {"rss_bytes", "memory_used_bytes", "memory_total_bytes"}
+    assert 0 < sample["rss_bytes"] < sample["memory_total_bytes"]
+
+
+def test_later_samples_have_the_cpu_of_the_time_between() -> None:
+    kept = Kept()
+    sampler = kept.sampler(0.02, no_gpus)
+    sampler.start()
+    kept.wait(3)
+    sampler.stop()
+    assert 0 <= kept.samples[2]["cpu"] <= 1
+    assert kept.samples[2]["process_cpu"] >= 0
+
+
+def test_a_stalled_event_loop_does_not_stop_it() -> None:
+    async def stalled() -> int:
+        kept = Kept()
+        sampler = kept.sampler(0.01, no_gpus)
+        sampler.start()
+        kept.wait(1)
+        before = len(kept.samples)
+        kept.wait(before + 5)  # blocks the loop
+        sampler.stop()
+        return len(kept.samples) - before
+
+    assert asyncio.run(stalled()) >= 5
+
+
+def test_no_driver_is_one_notice_and_the_rest_is_sampled() -> None:
+    def none() -> dict[int, Gpu]:
+        raise GpuUnavailableError("NVML could not be started (Driver Not Loaded)")
+
+    kept = Kept()
+    sampler = kept.sampler(0.01, none)
+    sampler.start()
+    kept.wait(4)
+    sampler.stop()
+    assert kept.notices == ["No GPU is watched: NVML could not be started (Driver Not Loaded)."]
+    assert "rss_bytes" in kept.samples[3]
+
+
+def test_a_gpu_that_fails_in_mid_run_is_dropped_with_one_notice() -> None:
+    nvml = FakeNvml(gpus=2, sm_percents=None)
+    kept = Kept()
+    sampler = kept.sampler(0.01, lambda: gpus_of(nvml))
+    sampler.start()
+    kept.wait(2)
+    lost = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: _raise(lost) if handle == 1 else SimpleNamespace(used=1, total=2)  # type: ignore[method-assign]
+    kept.wait(len(kept.samples) + 4)
+    sampler.stop()
+    assert "gpu0_power_w" in kept.samples[0]
+    assert "gpu1_power_w" in kept.samples[0]
+    assert kept.samples[-1]["gpu0_memory_bytes"] == 1.0
+    assert not [name for name in kept.samples[-1] if name.startswith("gpu1_")]
+    assert kept.notices == ["GPU 1 is no longer watched: GPU is lost."]
+    assert nvml.users == 0
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_a_driver_that_hangs_does_not_keep_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "STOP_LIMIT_S", 0.05)
+    hanging, hung = threading.Event(), threading.Event()
+
+    class Hung:
+        def read(self) -> dict[str, float]:
+            hanging.set()
+            hung.wait(30)
+            return {}
+
+        def close(self) -> None: ...
+
+    kept = Kept()
+    sampler = kept.sampler(1.0, lambda: {0: Hung()})
+    sampler.start()
+    assert hanging.wait(30)
+    sampler.stop()
+    (notice,) = kept.notices
+    assert "has not answered" in notice
+    hung.set()
+    for thread in sampling_threads():
+        thread.join(30)
+
+
+def test_children_count_in_memory_and_cpu() -> None:
+    reader = HostReader()
+    alone = reader.read()
+    code = "held = bytes(1) * 100_000_000\nprint(flush=True)\nwhile True: pass"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        reader.read()
+        time.sleep(0.3)
+        together = reader.read()
+    finally:
+        child.kill()
+        child.communicate()
+    assert together["rss_bytes"] - alone["rss_bytes"] > 90_000_000
+    assert together["process_cpu"] > 0
+    assert reader.read()["process_cpu"] >= 0  # the child is gone

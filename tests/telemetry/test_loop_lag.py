@@ -1,0 +1,178 @@
+"""The lag of the event loop: percentiles, stalls counted in full, warnings, and the loops a run can have."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.experiment import Telemetry
+from pvg.telemetry.event_loop import runner
+from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor, warnings
+
+
+class Hands:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_stall_counts_as_every_tick_that_came_due_in_it() -> None:
+    async def stalled() -> LagWindow | None:
+        clock = Hands()
+        monitor = LoopLagMonitor(10.0, clock=clock)
+        monitor.start()
+        await asyncio.sleep(0)
+        clock.now += 1.05  # ticks were due after 0.1, 0.2, ... 1.0 s
+        await monitor.stop()
+        return monitor.take()
+
+    window = asyncio.run(stalled())
+    assert window is not None
+    assert window.samples == 10
+    assert window.max_s == pytest.approx(0.95)
+    assert window.min_s == pytest.approx(0.05)
+    assert window.mean_s == pytest.approx(0.5)
+    assert window.p50_s == pytest.approx(0.45)
+    assert window.p90_s == pytest.approx(0.85)
+    assert window.p99_s == pytest.approx(0.95)
+
+
+def test_one_stall_among_many_good_ticks_moves_the_percentiles_by_its_share_of_the_time() -> None:
+    """0.2 s of ticks in time, then a stall of 0.2 s: half of the window met a lag, so p90 is 0.16 s and not 0."""
+
+    async def half_stalled() -> LagWindow | None:
+        clock = Hands()
+        monitor = LoopLagMonitor(1000.0, clock=clock)
+        monitor.start()
+        for _ in range(200):
+            clock.now = monitor._due
+            await _until(lambda before=monitor._due: monitor._due > before)
+        clock.now += 0.2
+        await monitor.stop()
+        return monitor.take()
+
+    window = asyncio.run(half_stalled())
+    assert window is not None
+    assert window.samples == pytest.approx(400, abs=1)
+    assert window.p50_s == pytest.approx(0.0, abs=0.002)
+    assert window.p90_s == pytest.approx(0.16, abs=0.002)
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    while not done():  # noqa: ASYNC110 - the tick tells nobody
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_planted_stall_is_seen_in_a_real_loop(kind: str) -> None:
+    async def planted() -> tuple[LagWindow | None, LagWindow | None]:
+        async with LoopLagMonitor(50.0) as monitor:
+            await asyncio.sleep(0.1)
+            monitor.take()
+            time.sleep(0.4)  # noqa: ASYNC251 - the fault
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+            stalled = monitor.take()
+        return stalled, monitor.take()
+
+    run, notice = runner(kind)  # type: ignore[arg-type]
+    with run:
+        window, _ = run.run(planted())
+    assert notice is None
+    assert window is not None
+    assert window.samples >= 19  # 0.4 s at 50 Hz, less the tick that was under way
+    assert window.max_s >= 0.4 - 1 / 50
+    assert window.p50_s <= window.p90_s <= window.p99_s <= window.max_s
+
+
+def test_ticks_are_counted_and_taken_once() -> None:
+    async def twice() -> tuple[LagWindow | None, LagWindow | None]:
+        async with LoopLagMonitor(100.0) as monitor:
+            await asyncio.sleep(0.1)
+            first = monitor.take()
+            second = monitor.take()
+        return first, second
+
+    first, second = asyncio.run(twice())
+    assert first is not None
+    assert first.samples >= 9
+    assert first.min_s >= 0.0
+    assert second is None
+
+
+def test_nothing_runs_after_the_block_is_left_by_an_exception() -> None:
+    async def left() -> int:
+        with pytest.raises(RuntimeError, match="planted"):
+            async with LoopLagMonitor(100.0):
+                raise RuntimeError("planted")
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(left()) == 1
+
+
+def test_it_is_started_once_and_only_with_a_positive_rate() -> None:
+    async def twice() -> None:
+        async with LoopLagMonitor(10.0) as monitor:
+            monitor.start()
+
+    with pytest.raises(RuntimeError, match="already"):
+        asyncio.run(twice())
+    for hz in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="hz"):
+            LoopLagMonitor(hz)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=300))
+def test_percentiles_are_nearest_rank(lags: list[float]) -> None:
+    window = LagWindow.of(lags)
+    expected = np.percentile(lags, [50, 90, 99], method="inverted_cdf").tolist()
+    assert [window.p50_s, window.p90_s, window.p99_s] == expected
+    assert (window.min_s, window.max_s, window.samples) == (min(lags), max(lags), len(lags))
+    assert window.mean_s == pytest.approx(sum(lags) / len(lags))
+
+
+def test_warnings_name_the_thresholds_that_were_exceeded() -> None:
+    section = Telemetry(loop_lag_p90_s=1.0, loop_lag_p99_s=5.0, loop_lag_max_s=30.0)
+
+    def names(p90: float, p99: float, most: float) -> list[str]:
+        return [alert.name for alert in warnings(LagWindow(50, 0.0, 0.1, 0.1, p90, p99, most), section)]
+
+    assert names(1.0, 5.0, 30.0) == []
+    assert names(1.1, 5.0, 30.0) == ["loop_lag_p90"]
+    assert names(0.1, 5.1, 30.0) == ["loop_lag_p99"]
+    assert names(2.0, 9.0, 31.0) == ["loop_lag_p90", "loop_lag_p99", "loop_lag_max"]
+    (alert,) = warnings(LagWindow(50, 0.0, 0.1, 0.1, 0.2, 0.3, 42.0), section)
+    assert "42 s" in alert.message
+    assert "telemetry.loop_lag_max_s = 30 s" in alert.message
+
+
+def test_the_window_has_the_names_of_the_records() -> None:
+    assert set(LagWindow.of([1.0]).metrics()) == {
+        *(f"lag_{name}_s" for name in ("min", "mean", "p50", "p90", "p99", "max")),
+        "samples",
+    }
+
+
+def test_a_missing_uvloop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    run, notice = runner("uvloop")
+    with run:
+        assert type(run.get_loop()).__module__.startswith("asyncio")
+    assert notice is not None
+    assert "uvloop is not installed" in notice
+
+
+def test_uvloop_is_used_where_it_is_asked_for() -> None:
+    run, notice = runner("uvloop")
+    with run:
+        assert type(run.get_loop()).__module__.startswith("uvloop")
+    assert notice is None

@@ -1,0 +1,132 @@
+"""The metrics endpoint, scraped as Prometheus does it: over a real socket."""
+
+import math
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pvg.errors import MissingRequirementError
+from pvg.telemetry.catalogue import METRICS
+from pvg.telemetry.prometheus import MetricsEndpoint, _labels, exposed_name
+from pvg.telemetry.sinks import MetricPoint
+
+Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(endpoint: MetricsEndpoint) -> Scraped:
+    with urllib.request.urlopen(endpoint.url, timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def endpoint() -> MetricsEndpoint:
+    made = MetricsEndpoint(0)
+    yield made  # type: ignore[misc]
+    made.close()
+
+
+def write(endpoint: MetricsEndpoint, phase: str, metrics: dict[str, float], *, step: int = 1, round_: int = 0) -> None:
+    endpoint.write(MetricPoint(1000.0, step, round_, phase, metrics))
+
+
+def test_a_scrape_shows_the_newest_values_with_their_labels(endpoint: MetricsEndpoint) -> None:
+    write(endpoint, "mint", {"mint/helpful_accuracy": 0.5, "budget/decode": 1.5})
+    write(endpoint, "train_prover", {"train_prover/helpful_accuracy": 0.75, "train_prover/latency_p50_s": 0.2}, step=7)
+    write(endpoint, "train_prover", {"device/rss_bytes": 1e9, "device/gpu1_power_w": 400.0}, step=7, round_=2)
+    assert scrape(endpoint) == {
+        ("pvg_helpful_accuracy_ratio", (("phase", "mint"),)): 0.5,
+        ("pvg_helpful_accuracy_ratio", (("phase", "train_prover"),)): 0.75,
+        ("pvg_latency_p50_seconds", (("phase", "train_prover"),)): 0.2,
+        ("pvg_budget_seconds", (("part", "decode"), ("phase", "mint"))): 1.5,
+        ("pvg_device_rss_bytes", ()): 1e9,
+        ("pvg_device_gpu_power_watts", (("gpu", "1"),)): 400.0,
+        ("pvg_step", ()): 7.0,
+        ("pvg_round", ()): 2.0,
+    }
+
+
+def test_what_the_newest_point_of_its_kind_lacks_is_no_longer_shown(endpoint: MetricsEndpoint) -> None:
+    write(endpoint, "mint", {"budget/decode": 1.0, "budget/sync": 0.1})
+    write(endpoint, "mint", {"device/cpu": 0.5, "device/gpu0_power_w": 1.0, "device/gpu1_power_w": 2.0})
+    write(endpoint, "train_prover", {"budget/pack": 3.0})
+    write(endpoint, "mint", {"budget/decode": 2.0})
+    write(endpoint, "mint", {"device/gpu0_power_w": 3.0})
+    found = {name: value for name, value in scrape(endpoint).items() if name[0] not in ("pvg_step", "pvg_round")}
+    assert found == {
+        ("pvg_budget_seconds", (("part", "decode"), ("phase", "mint"))): 2.0,
+        ("pvg_budget_seconds", (("part", "pack"), ("phase", "train_prover"))): 3.0,
+        ("pvg_device_gpu_power_watts", (("gpu", "0"),)): 3.0,
+    }
+    write(endpoint, "mint", {"device/cpu": 0.25})
+    assert scrape(endpoint)["pvg_device_cpu_ratio", ()] == 0.25
+
+
+def test_rounds_stay_side_by_side_and_no_value_is_nan(endpoint: MetricsEndpoint) -> None:
+    write(endpoint, "checkpoint", {"round/verifier_auc": 0.9})
+    write(endpoint, "checkpoint", {"round/verifier_auc": math.nan}, round_=1)
+    found = scrape(endpoint)
+    assert found["pvg_round_verifier_auc_ratio", (("round", "0"),)] == 0.9
+    assert math.isnan(found["pvg_round_verifier_auc_ratio", (("round", "1"),)])
+
+
+def test_it_listens_on_the_loopback_alone(endpoint: MetricsEndpoint) -> None:
+    assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
+    assert endpoint._server.server_address[0] == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_an_error_with_a_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MissingRequirementError, match=f"cannot listen on 127.0.0.1:{port}") as raised:
+            MetricsEndpoint(port)
+    assert "--metrics-port" in raised.value.remedy
+
+
+def test_closing_frees_the_port() -> None:
+    first = MetricsEndpoint(0)
+    scrape(first)
+    first.close()
+    first.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", first.port), timeout=5)
+    second = MetricsEndpoint(first.port)
+    assert second.port == first.port
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "exposed"),
+    [
+        ("train_prover/tokens_per_s", "pvg_tokens_per_second"),
+        ("train_prover/completion_tokens", "pvg_completion_tokens"),
+        ("train_prover/staleness", "pvg_staleness_versions"),
+        ("round/threshold", "pvg_round_threshold"),
+        ("busy/decode", "pvg_busy_seconds"),
+        ("device/gpu12_memory_bytes", "pvg_device_gpu_memory_bytes"),
+        ("device/process_cpu", "pvg_device_process_cpu_cores"),
+        ("loop/lag_p99_s", "pvg_loop_lag_p99_seconds"),
+        ("train_prover/not-in the catalogue", "pvg_not_in_the_catalogue"),
+    ],
+)
+def test_names_carry_prometheus_units(name: str, exposed: str) -> None:
+    assert exposed_name(name) == exposed
+
+
+def test_every_metric_of_the_catalogue_can_be_shown_at_once(endpoint: MetricsEndpoint) -> None:
+    """No two share a name with other labels, and no two share a series."""
+    names = [name.replace("{i}", "0") for name in METRICS]
+    series = set()
+    for name in names:
+        place, _, short = name.partition("/")
+        phase = place if place in ("init", "mint", "train_verifier", "train_prover", "checkpoint") else "mint"
+        write(endpoint, phase, {name: 1.0})
+        labels = _labels(place, short, MetricPoint(0.0, 0, 0, phase, {}))
+        series.add((exposed_name(name), tuple(sorted(labels.items()))))
+    assert len(series) == len(names)

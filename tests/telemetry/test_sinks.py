@@ -1,0 +1,242 @@
+"""Metric sinks: what TensorBoard reads back, and a board that survives whatever its sinks do."""
+
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pvg.errors import MissingRequirementError, UsageError
+from pvg.telemetry.sinks import SINKS, MetricPoint, Opening, SinkBoard, open_sinks
+
+
+def point(step: int, **metrics: float) -> MetricPoint:
+    named = {f"train_prover/{name}": value for name, value in metrics.items()}
+    return MetricPoint(1000.0 + step, step, 0, "train_prover", named)
+
+
+def opening(folder: Path, on_notice: Callable[[str], None] = print, *, resumed: bool = False) -> Opening:
+    return Opening(folder, "first", {"seed": 0}, resumed, on_notice)
+
+
+def board_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "metric sinks"]
+
+
+class Kept:
+    """A sink in memory."""
+
+    def __init__(self) -> None:
+        self.points: list[MetricPoint] = []
+        self.closed = 0
+
+    def write(self, point: MetricPoint) -> None:
+        assert threading.current_thread().name == "metric sinks"
+        assert not self.closed
+        self.points.append(point)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Failing(Kept):
+    def write(self, point: MetricPoint) -> None:
+        super().write(point)
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        super().close()
+        raise OSError(28, "No space left on device")
+
+
+class Gated(Kept):
+    """Takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def write(self, point: MetricPoint) -> None:
+        self.begun.set()
+        assert self.go.wait(30)
+        super().write(point)
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
+    board = SinkBoard(open_sinks(["tensorboard"], opening(tmp_path)), pytest.fail)
+    board.write(point(1, loss=0.5, kl=math.nan))
+    board.write(point(2, loss=0.25, kl=0.125, ratio_max=math.inf))
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {"train_prover/loss", "train_prover/kl", "train_prover/ratio_max"}
+    assert [(e.wall_time, e.step, e.value) for e in events.Scalars("train_prover/loss")] == [
+        (1001.0, 1, 0.5),
+        (1002.0, 2, 0.25),
+    ]
+    assert [e.step for e in events.Scalars("train_prover/kl")] == [2]  # NaN is no value
+    assert events.Scalars("train_prover/ratio_max")[0].value == math.inf
+
+
+def test_a_resumed_run_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
+    for step in (1, 2):
+        board = SinkBoard(open_sinks(["tensorboard"], opening(tmp_path)), pytest.fail)
+        board.write(point(step, loss=float(step)))
+        board.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train_prover/loss")] == [1, 2]
+
+
+def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path) -> None:
+    """A real fault: the operating system lets the process write no file above 20 kB."""
+    code = f"""
+        import resource
+        from pathlib import Path
+        from pvg.telemetry.sinks import MetricPoint, Opening, SinkBoard, open_sinks
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        sinks = open_sinks(["tensorboard"], Opening(Path({str(tmp_path)!r}), "first", {{}}, False, print))
+        board = SinkBoard(sinks, print, capacity=10_000)
+        for step in range(2000):
+            board.write(MetricPoint(0.0, step, 0, "mint", {{"mint/correct": 1.0}}))
+        board.close()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    (notice,) = done.stdout.splitlines()
+    assert notice.startswith("The metric sink tensorboard failed and is closed (OSError: [Errno 27] File too large")
+    assert done.stderr == ""
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(MissingRequirementError) as raised:
+        open_sinks([name], opening(tmp_path))
+    assert raised.value.remedy == f"pip install 'pvg[{name}]'"
+    assert f"telemetry.sinks names {name}" in raised.value.message
+
+
+def test_what_was_opened_is_closed_when_another_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    monkeypatch.setitem(SINKS, "tensorboard", lambda opening: kept)
+    with pytest.raises(UsageError, match="'abacus'") as raised:
+        open_sinks(["tensorboard", "abacus"], opening(tmp_path))
+    assert raised.value.remedy == "Known: tensorboard, wandb, trackio."
+    assert kept.closed == 1
+
+
+def test_wandb_writes_offline_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    notices: list[str] = []
+    board = SinkBoard(open_sinks(["wandb"], opening(tmp_path, notices.append)), notices.append)
+    board.write(point(1, loss=0.5, kl=math.nan))
+    board.close()
+    (notice,) = notices
+    assert "wandb sync" in notice
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"train_prover/loss" in written.read_bytes()
+    assert b"train_prover/kl" not in written.read_bytes()
+
+
+def test_trackio_writes_and_leaves_stdout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio")
+    board = SinkBoard(open_sinks(["trackio"], opening(tmp_path)), pytest.fail)
+    board.write(point(1, loss=0.5))
+    board.close()
+    assert b"train_prover/loss" in b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
+    assert capsys.readouterr().out == ""
+
+
+# --- the board --------------------------------------------------------------------------------------------------------
+
+
+def test_points_arrive_in_order_at_every_sink_and_the_thread_ends() -> None:
+    sinks = {"a": Kept(), "b": Kept()}
+    board = SinkBoard(sinks, pytest.fail)
+    assert len(board_threads()) == 1
+    for step in range(100):
+        board.write(point(step, loss=1.0))
+    board.close()
+    board.close()
+    assert board_threads() == []
+    for sink in sinks.values():
+        assert [p.step for p in sink.points] == list(range(100))
+        assert sink.closed == 1
+    with pytest.raises(RuntimeError, match="after close"):
+        board.write(point(100))
+
+
+def test_a_sink_that_fails_is_closed_with_one_notice_and_the_others_go_on() -> None:
+    notices: list[str] = []
+    failing, kept = Failing(), Kept()
+    board = SinkBoard({"wandb": failing, "tensorboard": kept}, notices.append)
+    for step in range(3):
+        board.write(point(step))
+    board.close()
+    assert [p.step for p in kept.points] == [0, 1, 2]
+    assert [p.step for p in failing.points] == [0]
+    assert (failing.closed, kept.closed) == (1, 1)
+    (notice,) = notices
+    assert "The metric sink wandb failed and is closed (OSError: [Errno 28] No space left on device)" in notice
+
+
+def test_a_sink_that_fails_only_when_it_is_closed_is_told() -> None:
+    class Late(Kept):
+        def close(self) -> None:
+            super().close()
+            raise ConnectionError("the upload broke off")
+
+    notices: list[str] = []
+    late, kept = Late(), Kept()
+    SinkBoard({"wandb": late, "tensorboard": kept}, notices.append).close()
+    assert (late.closed, kept.closed) == (1, 1)
+    assert ["wandb failed" in notice and "the upload broke off" in notice for notice in notices] == [True]
+
+
+def test_a_slow_sink_costs_points_and_never_the_run() -> None:
+    notices: list[str] = []
+    slow = Gated()
+    board = SinkBoard({"wandb": slow}, notices.append, capacity=5)
+    board.write(point(0))
+    assert slow.begun.wait(30)  # the first is being written, five more may wait
+    for step in range(1, 11):
+        board.write(point(step))
+    assert board.dropped == 5
+    assert len(notices) == 1
+    assert "slower than the run" in notices[0]
+    slow.go.set()
+    board.close()
+    assert [p.step for p in slow.points] == [0, 1, 2, 3, 4, 5]
+    assert notices[1:] == ["5 points were left out of the metric sinks, which were too slow."]
+
+
+def test_a_sink_that_hangs_does_not_keep_the_run() -> None:
+    notices: list[str] = []
+    hung = Gated()
+    board = SinkBoard({"wandb": hung}, notices.append)
+    board.write(point(0))
+    board.write(point(1))
+    assert hung.begun.wait(30)
+    board.close(limit_s=0.05)
+    (notice,) = notices
+    assert "did not finish within 0.05 s: 1 points" in notice
+    assert all(thread.daemon for thread in board_threads())
+    hung.go.set()
+    for thread in board_threads():
+        thread.join(30)
