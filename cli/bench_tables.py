@@ -20,8 +20,8 @@ from pvg.reporting.figures import duration, sparkline
 from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
 
 BETTER = {"lower": "↓", "higher": "↑"}
-SAMPLE_BARS = 12
-GAIN_BAR = 10  # cells
+SAMPLE_BARS = 7
+GAIN_BAR = 5  # cells
 
 
 def profiles_table(profiles: Mapping[str, Profile]) -> Group:
@@ -80,8 +80,8 @@ def samples_table(variant: Variant) -> Table:
     table.add_column("median", justify="right", style="bold", no_wrap=True)
     table.add_column("lowest .. highest", justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
-    table.add_column("better", justify="center", style=QUIET)
-    table.add_column("each sample", style=VERIFIER, no_wrap=True)
+    table.add_column("", style=QUIET, no_wrap=True)
+    table.add_column("samples", style=VERIFIER, no_wrap=True)
     for name, samples in variant.samples.items():
         table.add_row(
             name,
@@ -135,7 +135,7 @@ def ladder_table(report: BenchReport) -> Table:
     headline, rungs = headline_of(report), gains(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     table = quiet_table()
-    table.add_column("switched to fast, one after the other", overflow="fold")
+    table.add_column("switched to fast, one by one", overflow="fold", min_width=27)
     table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
     table.add_column("bought", no_wrap=True)
     table.add_column("in all", no_wrap=True)
@@ -186,7 +186,7 @@ def reach(low: float, high: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits at most, thousands apart: 0.01234, 12.34, 12,345."""
+    """Four significant digits, three below 1, thousands apart: 0.0123, 12.34, 12,345."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3g}"

@@ -15,6 +15,7 @@ from pvg.bench.report import Samples
 from pvg.bench.variants import Plan, common_work, plan_bench, run_plan
 from pvg.bench.workload import Workload
 from pvg.errors import ConfigurationError, PvgError, UsageError
+from pvg.experiment import shipped_directories
 from pvg.store.run_directory import RunDirectory
 
 
@@ -228,3 +229,11 @@ def test_work_that_all_share_stands_once() -> None:
         "s": 0,
         "by_variant": {"a": {"n": 1}, "b": {"n": 2, "x": None}},
     }
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in shipped_directories("profiles")[0].glob("*.toml")))
+def test_every_shipped_profile_and_its_ladder_can_be_planned(name: str) -> None:
+    plan = plan_bench(name)
+    assert plan.samples == plan.base.profile.warmup + plan.base.profile.repeats
+    if plan.base.profile.ladder:
+        assert len(plan_bench(name, ablate=True).choices) == len(plan.base.profile.ladder) + 1

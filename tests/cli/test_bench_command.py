@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 import orjson
 import pytest
-
 from calling import pvg
 from tiny_workload import PROFILE, TinyWorkload, write_profile
 
