@@ -1,14 +1,25 @@
-"""`pvg report RUN`: what a run did, finished or not."""
+"""`pvg report RUN|REPORT...`: what a run did, finished or not; several runs side by side; benchmark reports.
+
+Prints a summary, and writes one HTML page that opens without a network.
+"""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded
-from cli.options import RunArgument, RunsOption
+from cli.boundary import DebugOption, JsonOption, emit, guarded, say
+from cli.options import RunsOption
+from pvg.errors import UsageError
+
+if TYPE_CHECKING:
+    from pvg.bench.report import BenchReport
+    from pvg.store.run_directory import RunDirectory
+
+PAGE = Path("report.html")  # of several runs, and of benchmark reports: in the current folder
 
 
 def register(app: typer.Typer) -> None:
@@ -17,23 +28,129 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def report(
-    run: RunArgument,
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN|REPORT...", help="Runs by name or folder, or JSON reports of `pvg bench`."),
+    ],
     runs: RunsOption = Path("runs"),
     examples: Annotated[int, typer.Option("--examples", min=0, help="Example solutions per role.")] = 2,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Where the page is written; of one run by default in its folder."),
+    ] = None,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print a run: rounds, phases, metrics, time budget, alerts, and example solutions of both roles."""
+    """Show what runs did, on the terminal and as one HTML page: curves, scores, solutions, time, machine, settings.
+
+    Several runs are laid over each other, with a table of what differs. Reports of `pvg bench` have a page too.
+    """
+    if html is not None and no_html:
+        raise UsageError("--html and --no-html contradict each other.")
+    reports = [target for target in targets if Path(target).is_file()]
+    if reports and len(reports) < len(targets):
+        others = ", ".join(target for target in targets if target not in reports)
+        raise UsageError(
+            f"Runs and benchmark reports cannot be shown together: {', '.join(reports)} are files, {others} are not.",
+            "Give either runs or reports.",
+        )
+    if reports:
+        _show_reports([Path(target) for target in reports], None if no_html else html or PAGE, as_json)
+        return
+    if missing := next((target for target in targets if target.endswith(".json")), None):
+        raise UsageError(f"There is no report {missing}.", "Make one with: pvg bench --profile NAME")
+    directories = _open(targets, runs)
+    if len(directories) > 1:
+        _show_runs(directories, None if no_html else html or PAGE, as_json)
+    else:
+        _show_run(directories[0], examples, None if no_html else html or directories[0].report, as_json)
+
+
+def _open(targets: list[str], runs: Path) -> list[RunDirectory]:
+    from pvg.store.run_directory import RunDirectory
+
+    directories = [RunDirectory.open(target, runs) for target in targets]
+    places = [directory.path.resolve() for directory in directories]
+    if twice := next((target for target, place in zip(targets, places, strict=True) if places.count(place) > 1), None):
+        raise UsageError(f"The run {twice!r} is named twice.", "Name each run once.")
+    return directories
+
+
+def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from cli.output import stdout
     from pvg.reporting import terminal
     from pvg.reporting.examples import choose_examples
+    from pvg.reporting.page.document import write_page
+    from pvg.reporting.page.run_page import collect, run_page
     from pvg.reporting.run_summary import read_run
-    from pvg.store.run_directory import RunDirectory
 
-    directory = RunDirectory.open(run, runs)
-    summary = read_run(directory)
-    chosen = choose_examples(directory, examples) if examples else []
+    summary = read_run(run)
+    chosen = choose_examples(run, examples) if examples else []
+    if page is not None:
+        write_page(page, run_page(collect(run, summary, examples)))
     if as_json:
-        emit({**summary.plain(), "examples": [example.plain() for example in chosen]})
+        emit({**summary.plain(), "examples": [example.plain() for example in chosen], "html": _text(page)})
     else:
         stdout().print(terminal.report(summary, chosen))
+        _tell(page)
+
+
+def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
+    from cli.output import stdout
+    from pvg.reporting import terminal
+    from pvg.reporting.page.document import write_page
+    from pvg.reporting.page.several_page import distinct_names, final_metrics, setting_differences, several_page
+    from pvg.reporting.run_summary import read_run
+
+    summaries = [read_run(directory) for directory in directories]
+    differing = setting_differences([directory.experiment().plain() for directory in directories])
+    names = distinct_names(directories)
+    if page is not None:
+        write_page(page, several_page(directories, summaries))
+    finals = [final_metrics(summary) for summary in summaries]
+    if as_json:
+        found = [
+            {"name": name, **summary.plain(), "final": final}
+            for name, summary, final in zip(names, summaries, finals, strict=True)
+        ]
+        emit({"runs": found, "settings": differing, "html": _text(page)})
+    else:
+        stdout().print(terminal.several(names, summaries, finals, differing))
+        _tell(page)
+
+
+def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
+    from pvg.bench.report import read_report
+    from pvg.reporting.page.bench_page import bench_page
+    from pvg.reporting.page.document import write_page
+
+    reports = [read_report(path) for path in paths]
+    if page is not None:
+        write_page(page, bench_page(paths, reports))
+    if as_json:
+        emit({"reports": [found.plain() for found in reports], "html": _text(page)})
+    else:
+        _print_reports(paths, reports)
+        _tell(page)
+
+
+def _print_reports(paths: list[Path], reports: list[BenchReport]) -> None:
+    from cli.bench_tables import report_text
+    from cli.output import stdout
+
+    for path, found in zip(paths, reports, strict=True):
+        others = [shlex.quote(str(other)) for other in paths if other != path]
+        here = shlex.quote(str(path))
+        commands = {f"pvg compare {here} {others[0] if others else 'OTHER'}": "whether they differ, and how surely"}
+        stdout().print(report_text(found, path, commands))
+
+
+def _text(page: Path | None) -> str | None:
+    return None if page is None else str(page)
+
+
+def _tell(page: Path | None) -> None:
+    """On stderr: what is piped on stdout stays the report itself."""
+    if page is not None:
+        say(f"The page: {page}")

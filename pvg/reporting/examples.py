@@ -43,16 +43,62 @@ class Example:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What the two roles of one prover wrote to the same problem; either may be absent."""
+
+    round: int
+    question: str
+    reference: str
+    helpful: Example | None
+    sneaky: Example | None
+
+
+def side_by_side(run: RunDirectory, each: int) -> list[Pairing]:
+    """At most `each` problems per round, newest round first: the flaws its verifier believed most, each beside a
+    helpful solution of the same problem. Where no sneaky solution is wrong, helpful solutions alone.
+
+    Raises DamagedFileError when a committed shard that is looked at is damaged.
+    """
+    infos, shards = _committed(run), RolloutShards(run.path)
+    found: list[Pairing] = []
+    for round_ in sorted({info.round for info in infos}, reverse=True):
+        # The phases of one round, best first: most often the evaluation's shard is the only one that is read.
+        for info in _newest_first([info for info in infos if info.round == round_]):
+            rollouts = shards.read(info)
+            newest = max((rollout.source for rollout in rollouts), default="", key=_age)
+            pairings = _pair([rollout for rollout in rollouts if rollout.source == newest], each)
+            if any(rollout.score is not None for rollout in rollouts) and pairings:
+                found += pairings
+                break
+    return found
+
+
+def _pair(rollouts: Sequence[Rollout], each: int) -> list[Pairing]:
+    flaws = [r for r in rollouts if r.role is Role.SNEAKY and not r.grade.correct and r.grade.well_formed]
+    helpful: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.role is Role.HELPFUL:
+            helpful.setdefault(rollout.problem_id, []).append(rollout)
+    # With a partner first: a flaw alone says less.
+    ranked = sorted(flaws, key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
+    pairings = []
+    for flaw in _distinct(ranked, each):
+        partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
+        partner = _example(partners[0], "helpful") if partners else None
+        pairings.append(Pairing(flaw.round, flaw.question, flaw.reference, partner, _example(flaw, "sneaky")))
+    if not pairings:
+        alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
+        pairings = [Pairing(r.round, r.question, r.reference, _example(r, "helpful"), None) for r in alone]
+    return pairings
+
+
 def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
     """At most `each` believed sneaky flaws and `each` typical helpful solutions, of the newest prover that was scored.
 
     Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
     """
-    try:
-        state = FileStateStore(run.state).load().state or {}
-    except StateError:  # no commit is valid; the summary of the run says so
-        return []
-    infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
+    infos = _committed(run)
     shards = RolloutShards(run.path)
     unscored: list[Example] = []
     for info in _newest_first(infos):
@@ -63,6 +109,14 @@ def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
             return found
         unscored = unscored or found
     return unscored
+
+
+def _committed(run: RunDirectory) -> list[ShardInfo]:
+    try:
+        state = FileStateStore(run.state).load().state or {}
+    except StateError:  # no commit is valid; the summary of the run says so
+        return []
+    return [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
 
 
 def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Style = Literal["share", "auc", "score", "rate", "number"]
+Style = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block: lines of one below the other would merge
 ABSENT = "–"
 # A sparkline's full height spans at least this much, so that noise does not look like an event.
-LEAST_SPAN: dict[Style, float] = {"share": 0.1, "auc": 0.02, "score": 0.5, "rate": 0.0, "number": 0.0}
+LEAST_SPAN: dict[Style, float] = {
+    "share": 0.1,
+    "auc": 0.02,
+    "score": 0.5,
+    "rate": 0.0,
+    "number": 0.0,
+    "seconds": 0.0,
+    "bytes": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +59,31 @@ SHOWN: dict[str, Shown] = {
     "zero_signal": Shown("zero-signal groups", "share", False),
     "clipped": Shown("clipped tokens", "share"),
     "cache_hit_rate": Shown("score cache hits", "share"),
+    "cache_hits": Shown("score cache hits", "rate"),
+    "cache_misses": Shown("score cache misses", "rate"),
+    "cache_evictions": Shown("score cache evictions", "rate"),
     "tokens_per_s": Shown("tokens/s", "rate", True),
+    "prompt_tokens_per_s": Shown("prompt tokens/s", "rate", True),
+    "latency_p50_s": Shown("latency p50", "seconds", False),
+    "latency_p90_s": Shown("latency p90", "seconds", False),
+    "latency_p99_s": Shown("latency p99", "seconds", False),
+    "engine_batch": Shown("rows per decoded batch", "number"),
+    "prefix_share": Shown("shared prompt tokens", "share", True),
+    "padding": Shown("padding", "share", False),
+    "trainer_idle": Shown("trainer idle", "share", False),
     "pairs_per_s": Shown("pairs/s", "rate", True),
     "kl": Shown("KL to start", "number"),
     "grad_norm": Shown("gradient norm", "number"),
     "ratio_max": Shown("largest ratio", "number"),
+    "ratio_min": Shown("smallest ratio", "number"),
+    "staleness_max": Shown("largest staleness", "number"),
     "loss": Shown("loss", "number"),
     "staleness": Shown("staleness", "number"),
     "pairs_available": Shown("pairs to draw from", "rate"),
+    # Not metrics of a run's file, but what reports make of it.
+    "prover_step_s": Shown("prover step, median", "seconds", False),
+    "verifier_step_s": Shown("verifier step, median", "seconds", False),
+    "time_in_phases_s": Shown("time in phases", "seconds", False),
 }
 
 # The phase whose values a metric is followed by, from its first one on: the mint samples come from other provers,
@@ -100,15 +125,7 @@ def figure(name: str, value: float | None) -> str:
 def styled(style: Style, value: float | None) -> str:
     if value is None or math.isnan(value):
         return ABSENT
-    if style == "share":
-        return percent(value)
-    if style == "rate":
-        return compact(value)
-    if style == "auc":
-        return f"{value:.3f}"
-    if style == "score":
-        return f"{value:.2f}"
-    return compact(value) if abs(value) >= 1000 else f"{value:.3g}"
+    return _WRITTEN[style](value)
 
 
 def percent(value: float) -> str:
@@ -128,6 +145,27 @@ def compact(value: float) -> str:
             digits = 0 if scaled >= 100 or (not unit and scaled == int(scaled)) else 1
             return f"{math.copysign(scaled, value):.{digits}f}{unit}"
     return f"{value:.3g}"
+
+
+def short_seconds(seconds: float) -> str:
+    """0.0123 -> `12.3 ms`, 4.2 -> `4.20 s`, 75 -> `1:15`."""
+    size = abs(seconds)
+    if size == 0:
+        return "0 s"
+    if size < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if size < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if size < 59.995 else clock(seconds)
+
+
+def byte_size(count: float) -> str:
+    """1_288_490_189 -> `1.20 GiB`."""
+    size = abs(count)
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
 
 
 def duration(seconds: float | None) -> str:
@@ -192,3 +230,18 @@ def _buckets(values: Sequence[float], width: int) -> list[float]:
         bucket = [value for value in values[start:end] if math.isfinite(value)]
         means.append(sum(bucket) / len(bucket) if bucket else math.nan)
     return means
+
+
+def _plain_number(value: float) -> str:
+    return compact(value) if abs(value) >= 1000 else f"{value:.3g}"
+
+
+_WRITTEN: dict[Style, Callable[[float], str]] = {
+    "share": percent,
+    "auc": "{:.3f}".format,
+    "score": "{:.2f}".format,
+    "rate": compact,
+    "number": _plain_number,
+    "seconds": short_seconds,
+    "bytes": byte_size,
+}

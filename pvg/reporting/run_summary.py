@@ -8,8 +8,8 @@ last one counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from pvg.store.state import FileStateStore
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
 
+NOTEWORTHY = 0.005  # of all steps' time: less than this is not called hidden by overlap
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 
 # What the phases table says of each phase beside its duration.
@@ -36,7 +37,11 @@ HIGHLIGHTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of a phase: its finite metrics, and its seconds by part. `time` is in seconds since 1970."""
+    """One step of a phase: its finite metrics, and its seconds by part. `time` is in seconds since 1970.
+
+    `budget` is exposed time and sums to the step's wall time; `busy` counts overlapped work too and `device_s` is what
+    was measured on a GPU: both are empty for runs of a pvg that did not record them.
+    """
 
     round: int
     phase: str
@@ -45,11 +50,14 @@ class StepRecord:
     time: float | None
     metrics: dict[str, float]
     budget: dict[str, float]
+    busy: dict[str, float] = field(default_factory=dict)
+    device_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """A phase that began. `seconds` is the sum of its steps' budgets, over every process that played it."""
+    """A phase that began. `seconds` is the sum of its steps' budgets, over every process that played it; `budget` is
+    what it spent outside of steps."""
 
     round: int
     phase: str
@@ -57,6 +65,7 @@ class PhaseSummary:
     seconds: float | None
     steps: int
     metrics: dict[str, float]
+    budget: dict[str, float] = field(default_factory=dict)
 
     def highlights(self) -> list[tuple[str, float]]:
         return [(name, self.metrics[name]) for name in HIGHLIGHTS.get(self.phase, ()) if name in self.metrics]
@@ -72,11 +81,29 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a sampler (of the device, of the event loop) measured at `time`, in seconds since 1970."""
+
+    time: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that played the run and ended in order: all of its time by part."""
+
+    status: str
+    seconds: float | None
+    budget: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run as told by its files: metrics by finished round, phases in order, steps, and the time they took.
 
-    `budget` is seconds by part over all steps, largest first and `unaccounted` last; `notes` are the reader's remarks
-    on files that are torn or damaged.
+    `budget` is seconds by part over all steps, largest first and `unaccounted` last, and `busy` the same with the work
+    that other work has hidden (empty where nothing recorded it); `notes` are the reader's remarks on files that are
+    torn or damaged. `machine` and `code_version` are those of the last commit, `began` is the time of the first record.
     """
 
     name: str
@@ -92,6 +119,20 @@ class RunSummary:
     alerts: list[Alert]
     budget: dict[str, float]
     notes: list[str] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+    device: list[Reading] = field(default_factory=list)
+    loop: list[Reading] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    machine: str = ""
+    code_version: str = ""
+    began: float | None = None
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Seconds by part in which a part worked while the step waited for another one; only those worth a word."""
+        least = NOTEWORTHY * sum(self.budget.values())
+        over = {part: seconds - self.budget.get(part, 0.0) for part, seconds in self.busy.items()}
+        return {part: seconds for part, seconds in over.items() if seconds > least}
 
     @property
     def seconds(self) -> float:
@@ -103,9 +144,12 @@ class RunSummary:
         return [s.metrics[name] for s in self.steps if name in s.metrics and phase in (None, s.phase)]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON-compatible data; rounds as a list in order."""
-        data = asdict(self)
+        """As JSON-compatible data; rounds as a list in order, the samplers' readings as their ranges."""
+        data = asdict(replace(self, device=[], loop=[]))
         data["path"] = str(self.path)
+        data["device"] = ranges(self.device)
+        data["loop"] = lag(self.loop)
+        data["hidden"] = self.hidden
         data["seconds"] = self.seconds
         data["rounds"] = [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)]
         return data
@@ -134,6 +178,14 @@ def read_run(run: RunDirectory) -> RunSummary:
         alerts=_alerts(records),
         budget=total_budget(step.budget for step in steps),
         notes=notes,
+        # A step that recorded no busy time overlapped with nothing.
+        busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
+        device=_readings(records, "device"),
+        loop=_readings(records, "loop"),
+        processes=[_process(record) for record in records if record["kind"] == "run"],
+        machine=str(state.get("machine", "")),
+        code_version=str(state.get("code_version", "")),
+        began=next((float(r["time"]) for r in records if isinstance(r.get("time"), (int, float))), None),
     )
 
 
@@ -199,6 +251,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "phase": {"round": int, "phase": str, "metrics": dict},
     "round": {"round": int, "metrics": dict},
     "alert": {"round": int, "phase": str, "name": str, "message": str},
+    "device": {"metrics": dict},
+    "loop": {"metrics": dict},
 }
 
 
@@ -229,7 +283,9 @@ def _steps(records: list[dict[str, Any]]) -> list[StepRecord]:
                 of=record.get("of"),
                 time=record.get("time"),
                 metrics=_finite(record["metrics"]),
-                budget=_finite(record.get("budget") or {}),
+                budget=_seconds(record, "budget"),
+                busy=_seconds(record, "busy"),
+                device_s=_seconds(record, "device_s"),
             )
     return list(found.values())
 
@@ -253,7 +309,8 @@ def _phases(records: list[dict[str, Any]], steps: list[StepRecord]) -> list[Phas
         # the last step. So the longer of the two is nearer to the truth.
         seconds = max(worked.get(key, 0.0), (end or {}).get("seconds") or 0.0) or None
         metrics = _finite(end["metrics"]) if end else {}
-        summaries.append(PhaseSummary(*key, end is not None, seconds, counts.get(key, 0), metrics))
+        outside = _seconds(end, "budget") if end else {}
+        summaries.append(PhaseSummary(*key, end is not None, seconds, counts.get(key, 0), metrics, outside))
     order = {key: place for place, key in enumerate(counts)}
     return sorted(summaries, key=lambda phase: (phase.round, order.get((phase.round, phase.phase), len(order))))
 
@@ -263,6 +320,60 @@ def _alerts(records: list[dict[str, Any]]) -> list[Alert]:
         Alert(r["round"], r["phase"], r.get("step"), r["name"], r["message"]) for r in records if r["kind"] == "alert"
     ]
     return list(dict.fromkeys(found))
+
+
+def _readings(records: list[dict[str, Any]], kind: str) -> list[Reading]:
+    """In order of time: a resumed run goes on with a clock that only moves forward, but a machine's may be set back."""
+    found = [
+        Reading(float(record["time"]), _finite(record["metrics"]))
+        for record in records
+        if record["kind"] == kind and isinstance(record.get("time"), (int, float))
+    ]
+    return sorted(found, key=lambda reading: reading.time)
+
+
+def _process(record: Mapping[str, Any]) -> Process:
+    seconds = record.get("seconds")
+    return Process(
+        status=str(record.get("status", "")),
+        seconds=float(seconds) if isinstance(seconds, (int, float)) else None,
+        budget=total_budget([_seconds(record, "budget")]),
+    )
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> dict[str, float]:
+    values = record.get(name)
+    return _finite(values) if isinstance(values, dict) else {}
+
+
+def ranges(readings: Sequence[Reading]) -> dict[str, dict[str, float]]:
+    """Of every metric its mean, lowest, highest and last value."""
+    values: dict[str, list[float]] = {}
+    for reading in readings:
+        for name, value in reading.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: {"mean": sum(found) / len(found), "min": min(found), "max": max(found), "last": found[-1]}
+        for name, found in values.items()
+    }
+
+
+def lag(readings: Sequence[Reading]) -> dict[str, float]:
+    """The event loop's lag over all readings, in seconds. Percentiles of percentiles are none, so the 50th is the
+    median reading's and the 90th and 99th are the worst reading's."""
+    if not readings:
+        return {}
+    columns = {
+        name: [reading.metrics[name] for reading in readings if name in reading.metrics]
+        for name in ("lag_p50_s", "lag_p90_s", "lag_p99_s", "lag_max_s", "samples")
+    }
+    figures = {f"worst_{name.removeprefix('lag_')}": max(columns[name]) for name in WORST_LAGS if columns[name]}
+    if columns["lag_p50_s"]:
+        figures["median_p50_s"] = sorted(columns["lag_p50_s"])[len(columns["lag_p50_s"]) // 2]
+    return {**figures, "samples": sum(columns["samples"])}
+
+
+WORST_LAGS = ("lag_p90_s", "lag_p99_s", "lag_max_s")
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:

@@ -16,8 +16,21 @@ from rich.table import Table
 from rich.text import Text
 
 from pvg.reporting.examples import Example
-from pvg.reporting.figures import HOME, duration, figure, phase_label, shown, trend
-from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.figures import (
+    HOME,
+    byte_size,
+    duration,
+    figure,
+    phase_label,
+    short_seconds,
+    shown,
+    sparkline,
+    trend,
+)
+from pvg.reporting.parts import in_order
+from pvg.reporting.run_summary import RunSummary, lag, ranges
+from pvg.reporting.terminal_plot import Curve, plot
+from pvg.telemetry.spans import UNACCOUNTED
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
@@ -47,8 +60,22 @@ KEY_METRICS = (
     "cache_hit_rate",
 )
 
-PART_COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_cyan", "bright_blue", "bright_magenta")
-UNACCOUNTED = "unaccounted"
+# By family of work (pvg.reporting.parts), as on the page.
+FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
+    "sampling": ("yellow", "bright_yellow"),
+    "scoring": ("cyan", "bright_cyan"),
+    "training": ("red", "bright_red"),
+    "keeping": ("blue", "bright_blue"),
+    "waiting": ("white",),
+    "other": ("magenta", "bright_magenta"),
+    "unaccounted": (QUIET,),
+}
+PROVER = "train_prover"
+CURVES = (
+    (("helpful_accuracy", HELPFUL), ("sneaky_error_rate", SNEAKY)),
+    (("accepted_helpful", HELPFUL), ("fooled_rate", SNEAKY)),
+)
+CURVES_WIDTH, SIDE_BY_SIDE = 110, 74  # cells
 SMALL_PART = 0.005  # of the whole
 # The order in which a bar without colours tells its parts apart.
 SHADES = "█▒▓░"
@@ -77,7 +104,7 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
 
 
 class BudgetBar:
-    """Seconds by part as one stacked bar with its legend below. Parts keep the colour of their place in the order."""
+    """Seconds by part as one stacked bar with its legend below. A part has the colour of its family of work."""
 
     def __init__(self, budget: Mapping[str, float], caption: str = "") -> None:
         self.budget = merge_small({part: seconds for part, seconds in budget.items() if seconds > 0})
@@ -122,10 +149,12 @@ def merge_small(budget: Mapping[str, float]) -> dict[str, float]:
 
 
 def part_colours(parts: Iterable[str]) -> dict[str, str]:
-    """A colour for each part of a budget; what nobody accounted for is grey."""
-    named = [part for part in parts if part != UNACCOUNTED]
-    colours = {part: PART_COLOURS[place % len(PART_COLOURS)] for place, part in enumerate(named)}
-    return {**colours, UNACCOUNTED: QUIET}
+    """A colour for each part of a budget, by its family; what nobody accounted for is grey."""
+    colours = {}
+    for part in in_order([*parts, UNACCOUNTED]):
+        shades = FAMILY_COLOURS[part.family]
+        colours[part.name] = shades[part.shade % len(shades)]
+    return colours
 
 
 def percent_short(share: float) -> str:
@@ -153,11 +182,17 @@ def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
         parts += section("Rounds", rounds_table(summary.rounds))
     if summary.phases:
         parts += section("Phases", phases_table(summary))
+    if any(step.phase == PROVER for step in summary.steps):
+        parts += section("Learning, by prover step", Curves(summary))
     if summary.steps:
         parts += section("Metrics, step by step", metrics_table(summary))
     if summary.budget:
         caption = f"{duration(sum(summary.budget.values()))} over all steps"
         parts += section("Time budget", BudgetBar(summary.budget, caption))
+        if summary.hidden:
+            parts += [Text(), Padding(overlap_table(summary), (0, 0, 0, 2))]
+    if machine := machine_lines(summary):
+        parts += section("Machine", machine)
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if examples:
@@ -218,6 +253,81 @@ def metrics_table(summary: RunSummary) -> Table:
     return table
 
 
+class Curves:
+    """What both roles do and what the verifier accepts, over all prover steps: side by side where there is room."""
+
+    def __init__(self, summary: RunSummary) -> None:
+        self.steps = [step for step in summary.steps if step.phase == PROVER]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, CURVES_WIDTH)
+        each = (width - 3) // 2 if width >= SIDE_BY_SIDE else width
+        # Without colours two curves in one plot cannot be told apart.
+        plain = console.no_color or console.color_system is None
+        groups = [(one,) for pair in CURVES for one in pair] if plain else CURVES
+        panels = [plot(self._curves(names), self._breaks(), "share", each) for names in groups]
+        panels = [panel for panel in panels if panel]
+        if each == width or len(panels) < 2:
+            for panel in panels:
+                yield from panel
+            return
+        for place in range(0, len(panels), 2):
+            for left, *right in zip(*panels[place : place + 2], strict=True):
+                left.align("left", each)
+                yield Text.assemble(left, "   ", *right, no_wrap=True, overflow="crop")
+
+    def _curves(self, names: Sequence[tuple[str, str]]) -> list[Curve]:
+        found = [
+            Curve(shown(name).label, [step.metrics.get(name) for step in self.steps], style) for name, style in names
+        ]
+        return [curve for curve in found if any(value is not None for value in curve.values)]
+
+    def _breaks(self) -> list[int]:
+        rounds = [step.round for step in self.steps]
+        return [place for place in range(1, len(rounds)) if rounds[place] != rounds[place - 1]]
+
+
+def overlap_table(summary: RunSummary) -> Table:
+    """The parts that other work has hidden, wholly or in part."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
+    table.add_column("overlapped")
+    for heading in ("busy", "exposed", "hidden"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for part, hidden in sorted(summary.hidden.items(), key=lambda pair: -pair[1]):
+        busy = summary.busy[part]
+        table.add_row(part.replace("_", " "), short_seconds(busy), short_seconds(busy - hidden), short_seconds(hidden))
+    return table
+
+
+def machine_lines(summary: RunSummary) -> Text | None:
+    """One line on the device and one on the event loop; None for runs that recorded neither."""
+    lines = []
+    device = ranges(summary.device)
+    if device:
+        facts = [
+            ("processors", "cpu", "mean", percent_short),
+            ("resident memory at most", "rss_bytes", "max", byte_size),
+        ]
+        found = [f"{label} {written(device[name][of])}" for label, name, of, written in facts if name in device]
+        gpus = sorted(name for name in device if name.startswith("gpu") and name.endswith("_utilisation"))
+        found += [f"GPU {name[3:].split('_')[0]} {percent_short(device[name]['mean'])}" for name in gpus]
+        curve = [reading.metrics["cpu"] for reading in summary.device if "cpu" in reading.metrics]
+        lines.append(_measured("device", found, sparkline(curve, 24, 0.1)))
+    lags = lag(summary.loop)
+    if "worst_max_s" in lags:
+        found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]
+        curve = [reading.metrics["lag_max_s"] for reading in summary.loop if "lag_max_s" in reading.metrics]
+        lines.append(_measured("loop lag", found, sparkline(curve, 24)))
+    return Text("\n").join(lines) if lines else None
+
+
+LAGS = (("typically", "median_p50_s"), ("worst p90", "worst_p90_s"), ("p99", "worst_p99_s"), ("longest", "worst_max_s"))
+
+
+def _measured(label: str, facts: Sequence[str], curve: str) -> Text:
+    return Text.assemble((f"{label:<10}", QUIET), ", ".join(facts), "  ", (curve, VERIFIER))
+
+
 def alerts_list(summary: RunSummary) -> Text:
     lines = Text()
     for alert in summary.alerts:
@@ -268,3 +378,35 @@ def closing(summary: RunSummary, seconds: float, commands: Mapping[str, str]) ->
         for command, what in commands.items()
     ]
     return Group(*parts)
+
+
+# --- several runs ----------------------------------------------------------------------------------------------------
+
+
+def several(
+    names: Sequence[str],
+    summaries: Sequence[RunSummary],
+    finals: Sequence[Mapping[str, float]],
+    settings: Mapping[str, Sequence[str]],
+) -> Group:
+    """Runs side by side: how far each is, what they came to, and in which settings they differ."""
+    parts: list[RenderableType] = [headline(summary) for summary in summaries]
+    metrics = list(dict.fromkeys(name for final in finals for name in final if not name.startswith("base_")))
+    if metrics:
+        table = _side_by_side("metric", names)
+        for name in metrics:
+            table.add_row(shown(name).label, *(figure(name, final.get(name)) for final in finals))
+        parts += section("After the last finished round", table)
+    table = _side_by_side("setting", names)
+    for key, values in settings.items():
+        table.add_row(key, *values)
+    parts += section("Settings that differ", table if settings else Text("None.", style=QUIET))
+    return Group(*parts)
+
+
+def _side_by_side(heading: str, names: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
+    table.add_column(heading)
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    return table

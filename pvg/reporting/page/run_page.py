@@ -1,0 +1,196 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pvg
+from pvg.experiment import Experiment
+from pvg.reporting.examples import Pairing, side_by_side
+from pvg.reporting.figures import HOME, duration, figure, percent, phase_label, shown, styled
+from pvg.reporting.page.charts import spark
+from pvg.reporting.page.document import Section, badge, command, document, facts
+from pvg.reporting.page.learning import base_metrics, learning_section, rounds_section, scores_section
+from pvg.reporting.page.machine import machine_section, throughput_section
+from pvg.reporting.page.markup import Html, div, span, tag
+from pvg.reporting.page.settings import settings_section
+from pvg.reporting.page.solutions import solutions_section
+from pvg.reporting.page.timing import overlap_section, time_section
+from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.scores import RoundScores, round_scores
+from pvg.reporting.timeline import Window, choose_windows, read_windows
+from pvg.store.atomic import DamagedFileError
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.spans import UNACCOUNTED
+
+STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
+
+# Key figures: metric, colour, and whether a change from the base prover (or the first round) is worth a word.
+TILES = (
+    ("helpful_accuracy", "helpful"),
+    ("sneaky_error_rate", "sneaky"),
+    ("fooled_rate", "sneaky"),
+    ("verifier_auc", "verifier"),
+    ("score_gap", "ink"),
+    ("kl", "ink"),
+    ("tokens_per_s", "ink"),
+    ("pairs_per_s", "verifier"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Everything that a page of one run shows. `problems` are sentences on what could not be read."""
+
+    summary: RunSummary
+    experiment: Experiment
+    scores: list[RoundScores]
+    pairings: list[Pairing]
+    windows: list[Window]
+    damaged_spans: int
+    problems: list[str]
+
+
+def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
+    """Read what the summary does not hold: scores, solutions and spans. Damaged shards are told, not fatal."""
+    problems: list[str] = []
+    scores: list[RoundScores] = []
+    pairings: list[Pairing] = []
+    try:
+        scores = round_scores(run, summary)
+        pairings = side_by_side(run, examples) if examples else []
+    except DamagedFileError as error:
+        problems.append(str(error))
+    windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
+    return RunData(summary, run.experiment(), scores, pairings, windows, damaged, problems)
+
+
+def run_page(data: RunData) -> str:
+    summary = data.summary
+    thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
+    no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
+    sections = [
+        _alerts(summary),
+        rounds_section(summary),
+        learning_section(summary),
+        scores_section(data.scores, no_scores),
+        solutions_section(data.pairings, thresholds),
+        time_section(summary),
+        overlap_section(data.windows, data.damaged_spans, has_steps=bool(summary.steps)),
+        throughput_section(summary),
+        machine_section(summary),
+        settings_section(data.experiment),
+        _onwards(summary),
+    ]
+    header = [_title(summary), _facts(summary), _notes([*summary.notes, *data.problems]), _tiles(summary)]
+    return document(f"{summary.name}: pvg report", header, sections, footer())
+
+
+def footer() -> Html:
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    return tag("p", f"Written by pvg {pvg.__version__} on {written}. This file loads nothing from anywhere.")
+
+
+def _title(summary: RunSummary) -> Html:
+    return tag(
+        "h1",
+        summary.name,
+        badge(summary.status, STATUS[summary.status]),
+        span("sub", f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run"),
+    )
+
+
+def _facts(summary: RunSummary) -> Html:
+    samples = summary.status == "samples"
+    return facts(
+        [
+            ("rounds", None if samples else f"{len(summary.rounds)} of {summary.rounds_planned}"),
+            ("phase", phase_label(summary.phase) if summary.status == "unfinished" else None),
+            ("time in phases", duration(summary.seconds)),
+            ("begun", when(summary.began)),
+            ("pvg", summary.code_version or None),
+            ("machine", summary.machine or None),
+            ("settings", summary.config_hash),
+        ]
+    )
+
+
+def when(moment: float | None) -> str | None:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) if moment is not None else None
+
+
+def _notes(notes: list[str]) -> Html | None:
+    return tag("ul", *(tag("li", note) for note in notes), class_="notes") if notes else None
+
+
+def _tiles(summary: RunSummary) -> Html | None:
+    """The key figures: of the last finished round where rounds tell them, otherwise of the last step."""
+    base = base_metrics(summary)
+    last = summary.rounds[max(summary.rounds)] if summary.rounds else {}
+    tiles = []
+    for name, style in TILES:
+        series = summary.series(name, HOME.get(name)) or summary.series(name)
+        by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
+        value = last.get(name, series[-1] if series else None)
+        if value is None:
+            continue
+        since = f"base {figure(name, base[name])}" if name in base else ""
+        if name not in last:
+            since = "last step"
+        tiles.append(_tile(shown(name).label, figure(name, value), since, spark(series or by_round, style), style))
+    budget = summary.budget
+    if sum(budget.values()) > 0:
+        share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())
+        hidden = sum(summary.hidden.values())
+        detail = f"{styled('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
+        tiles.append(_tile("unaccounted", percent(share), detail, None, "ink"))
+    return div("tiles", *tiles) if tiles else None
+
+
+def _tile(label: str, value: str, detail: str, line: Html | None, style: str) -> Html:
+    return div("tile", span("label", label), span(f"value text-{style}", value), span("detail", detail), line)
+
+
+def _alerts(summary: RunSummary) -> Section:
+    if not summary.alerts:
+        return Section("alerts", "Alerts", [])
+    rows = [
+        tag(
+            "li",
+            span("badge warn", alert.name.replace("_", " ")),
+            tag("span", alert.message),
+            span(
+                "quiet",
+                f"round {alert.round}, {phase_label(alert.phase)}"
+                + (f", step {alert.step}" if alert.step is not None else ""),
+            ),
+        )
+        for alert in summary.alerts
+    ]
+    return Section("alerts", "Alerts", [tag("ul", *rows, class_="alerts")])
+
+
+def _onwards(summary: RunSummary) -> Section:
+    """What to type next, and where things lie."""
+    name = summary.name
+    commands = [
+        *(
+            [(f"pvg train --resume {name}", "go on where it stopped")]
+            if summary.status in ("unfinished", "empty")
+            else []
+        ),
+        (f"pvg report {name}", "this report, from the files as they are then"),
+        (f"pvg report {name} OTHER", "beside another run"),
+        (f"pvg diagnose {name}", "what slowed it down"),
+    ]
+    files = [
+        ("metrics.jsonl", "every step, phase and round"),
+        ("spans.jsonl", "what ran when"),
+        ("rollouts/", "every solution, with its score and grade"),
+        ("weights/", "the players of each round"),
+    ]
+    rows = [command(line, what) for line, what in commands]
+    lying = [command(line, what) for line, what in files]
+    body = [tag("ul", *rows, class_="commands"), tag("ul", *lying, class_="commands")]
+    return Section("onwards", "Going on", body, f"The run lies in {summary.path}.")

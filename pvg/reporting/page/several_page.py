@@ -1,0 +1,290 @@
+"""The page of several runs: curves over each other, one colour per run, and what differs between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pvg.reporting.figures import ABSENT, Style, duration, figure, shown, styled, total_budget
+from pvg.reporting.page.charts import Line, line_chart, stacked_row
+from pvg.reporting.page.document import Section, badge, document, facts, grid
+from pvg.reporting.page.frame import Across, Key, legend, swatch
+from pvg.reporting.page.markup import Html, Piece, div, span, table, tag
+from pvg.reporting.page.run_page import STATUS, footer, when
+from pvg.reporting.page.settings import UNSET, flat
+from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
+from pvg.reporting.page.timing import whole_budget
+from pvg.reporting.parts import in_order
+from pvg.reporting.run_summary import RunSummary
+from pvg.store.run_directory import RunDirectory
+
+COLOURS = 6
+DASHES = ("", "dashed", "dotted")
+
+# Metric, phase, what its axis counts.
+BY_STEP: tuple[tuple[str, str, str, str], ...] = (
+    ("helpful_accuracy", PROVER, "Helpful accuracy", "share of helpful solutions"),
+    ("sneaky_error_rate", PROVER, "Sneaky error rate", "share of sneaky solutions"),
+    ("fooled_rate", PROVER, "Fooled rate", "share of flaws accepted"),
+    ("score_gap", PROVER, "Score gap", "helpful correct − sneaky flaw"),
+    ("reward_mean", PROVER, "Reward", "mean over both roles"),
+    ("kl", PROVER, "Distance from the start", "KL, nats per token"),
+    ("pair_accuracy", VERIFIER, "Verifier: pair accuracy", "share of pairs in order"),
+    ("tokens_per_s", PROVER, "Sampling rate", "tokens per second"),
+    ("pairs_per_s", VERIFIER, "Verifier's training", "pairs per second"),
+)
+BY_ROUND: tuple[tuple[str, str], ...] = (
+    ("helpful_accuracy", "share of helpful solutions"),
+    ("sneaky_error_rate", "share of sneaky solutions"),
+    ("fooled_rate", "share of flaws accepted"),
+    ("fooled_rate_previous", "share of the previous flaws accepted"),
+    ("fooled_rate_base", "share of the base prover's flaws accepted"),
+    ("accepted_helpful", "share of correct helpful solutions"),
+    ("verifier_auc", "correct against incorrect"),
+    ("score_gap", "helpful correct − sneaky flaw"),
+    ("malformed", "share of all solutions"),
+)
+
+
+class Named:
+    """A run with the name, colour and dash it has on this page."""
+
+    def __init__(self, name: str, summary: RunSummary, place: int) -> None:
+        self.name = name
+        self.summary = summary
+        self.style = f"run-{place % COLOURS}"
+        self.dash = DASHES[place // COLOURS % len(DASHES)]
+
+    @property
+    def key(self) -> Key:
+        return Key(self.name, self.style, self.dash)
+
+
+def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
+    names = distinct_names(directories)
+    runs = [Named(name, summary, place) for place, (name, summary) in enumerate(zip(names, summaries, strict=True))]
+    header = [
+        tag("h1", f"{len(runs)} runs", span("sub", "side by side")),
+        _runs_table(runs),
+    ]
+    sections = [
+        _rounds(runs),
+        Section(
+            "learning",
+            "Learning",
+            [legend(run.key for run in runs), grid(*_step_charts(runs))],
+            "Step by step. Each line is the mean over 5 steps.",
+        ),
+        _final(runs),
+        _time(runs),
+        _settings([directory.experiment().plain() for directory in directories], runs),
+        _notes(runs),
+    ]
+    return document(f"{', '.join(names)}: pvg report", header, sections, footer())
+
+
+def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
+    """Each run's name, or its path where two have the same name."""
+    names = [directory.name for directory in directories]
+    return [
+        name if names.count(name) == 1 else str(directory.path)
+        for name, directory in zip(names, directories, strict=True)
+    ]
+
+
+def _runs_table(runs: Sequence[Named]) -> Html:
+    rows: list[list[Piece]] = [
+        [
+            tag("th", swatch(run.key), " ", tag("strong", run.name)),
+            tag("td", badge(run.summary.status, STATUS[run.summary.status])),
+            f"{len(run.summary.rounds)} of {run.summary.rounds_planned}",
+            duration(run.summary.seconds),
+            when(run.summary.began) or ABSENT,
+            run.summary.code_version or ABSENT,
+            run.summary.machine or ABSENT,
+        ]
+        for run in runs
+    ]
+    return table(["run", "", "rounds", "time in phases", "begun", "pvg", "machine"], rows, "runs")
+
+
+# --- curves ------------------------------------------------------------------------------------------------------
+
+
+def _step_charts(runs: Sequence[Named]) -> list[Html | None]:
+    charts = []
+    for metric, phase, title, unit in BY_STEP:
+        lengths: dict[int, int] = {}
+        for run in runs:
+            for round_, length in Steps(run.summary.steps, phase).lengths.items():
+                lengths[round_] = max(length, lengths.get(round_, 0))
+        axis = Steps([step for run in runs for step in run.summary.steps], phase, lengths)
+        if not axis:
+            continue
+        lines = []
+        for run in runs:
+            steps = Steps(run.summary.steps, phase, lengths)
+            line = steps.line(metric, run.name, run.style, run.dash)
+            lines.append(Line(run.name, line.pieces, run.style, run.dash, smooth=True, bare=True))
+        style: Style = "number" if shown(metric).style == "auc" else shown(metric).style
+        charts.append(line_chart(title, lines, axis.across(), style, unit=unit, keyed=False))
+    return charts
+
+
+def _rounds(runs: Sequence[Named]) -> Section:
+    numbers = sorted({number for run in runs for number in run.summary.rounds})
+    if len(numbers) < 2:
+        return Section("rounds", "Rounds", [])
+    every = -(-len(numbers) // 12)
+    ticks = tuple((float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0)
+    x = Across(numbers[0] - 0.25, numbers[-1] + 0.25, "round", ticks)
+    charts = []
+    for metric, unit in BY_ROUND:
+        lines = [
+            Line(
+                run.name,
+                [[(float(n), m[metric]) for n, m in sorted(run.summary.rounds.items()) if metric in m]],
+                run.style,
+                run.dash,
+                dots=True,
+            )
+            for run in runs
+        ]
+        label = shown(metric).label
+        charts.append(line_chart(label[0].upper() + label[1:], lines, x, shown(metric).style, unit=unit, keyed=False))
+    body = [legend(run.key for run in runs), grid(*charts)]
+    return Section(
+        "rounds", "Rounds", body if any(charts) else [], "At the end of each round, on problems that nobody trained on."
+    )
+
+
+# --- differences -------------------------------------------------------------------------------------------------
+
+
+def final_metrics(summary: RunSummary) -> dict[str, float]:
+    """What a run came to: the last round's metrics, its time, and the medians of its rates."""
+    metrics = dict(summary.rounds[max(summary.rounds)]) if summary.rounds else {}
+    for name, phase in (("tokens_per_s", PROVER), ("pairs_per_s", VERIFIER)):
+        values = summary.series(name, phase)
+        if values:
+            metrics[name] = statistics.median(values)
+    for phase, label in ((PROVER, "prover_step_s"), (VERIFIER, "verifier_step_s")):
+        walls = [sum(step.budget.values()) for step in summary.steps if step.phase == phase and step.budget]
+        if walls:
+            metrics[label] = statistics.median(walls)
+    if summary.seconds:
+        metrics["time_in_phases_s"] = summary.seconds
+    return metrics
+
+
+def _final(runs: Sequence[Named]) -> Section:
+    """Final metrics side by side, each run's difference to the first one below its value."""
+    finals = [final_metrics(run.summary) for run in runs]
+    names = [
+        name for name in dict.fromkeys(name for metrics in finals for name in metrics) if not name.startswith("base_")
+    ]
+    rows: list[list[Piece]] = []
+    for name in names:
+        first = finals[0].get(name)
+        row: list[Piece] = [shown(name).label]
+        for place, metrics in enumerate(finals):
+            value = metrics.get(name)
+            row.append(figure(name, value))
+            if place:
+                row.append(_difference(name, value, first))
+        rows.append(row)
+    head: list[Piece] = [""]
+    for place, run in enumerate(runs):
+        head.append(tag("th", swatch(run.key), " ", run.name))
+        if place:
+            head.append(f"− {runs[0].name}")
+    last = sorted({max(run.summary.rounds) for run in runs if run.summary.rounds})
+    unequal = "" if len(last) < 2 else " The runs ended in different rounds."
+    return Section(
+        "final",
+        "Final metrics",
+        [table(head, rows, "figures")] if rows else [],
+        f"After each run's last finished round.{unequal}",
+    )
+
+
+def _difference(name: str, value: float | None, first: float | None) -> Html:
+    """The difference to the first run; of rates and times as a percentage of it. Coloured where one way is better."""
+    if value is None or first is None:
+        return tag("td", "", class_="quiet")
+    change = value - first
+    style = shown(name).style
+    if style in ("seconds", "rate") and first:
+        words = f"{100 * change / first:+.1f} %"
+    elif style == "share":
+        words = f"{100 * change:+.1f} pp"
+    else:
+        words = f"{change:+.3f}" if style == "auc" else f"{change:+.3g}"
+    better = shown(name).higher_is_better
+    verdict = None
+    if better is not None and change:
+        verdict = "better" if (change > 0) == better else "worse"
+    return tag("td", words, class_=verdict or "quiet")
+
+
+def _time(runs: Sequence[Named]) -> Section:
+    budgets = [whole_budget(run.summary) for run in runs]
+    longest = max((sum(budget.values()) for budget in budgets), default=0.0)
+    if not longest:
+        return Section("time", "Time", [])
+    rows = [
+        div(
+            "phase-row run-row",
+            span("phase-name", run.name),
+            stacked_row(budget, longest, f"{run.name}: {duration(sum(budget.values()))}"),
+            span("phase-time", duration(sum(budget.values()))),
+        )
+        for run, budget in zip(runs, budgets, strict=True)
+    ]
+    everything = total_budget(budgets)
+    keys = legend(Key(part.label, part.style, shape="box") for part in in_order(everything))
+    head: list[Piece] = ["part", *(tag("th", swatch(run.key), " ", run.name) for run in runs)]
+    cells: list[list[Piece]] = [
+        [
+            tag("th", swatch(Key(part.label, part.style, shape="box")), part.label),
+            *(styled("seconds", budget[part.name]) if part.name in budget else ABSENT for budget in budgets),
+        ]
+        for part in in_order(everything)
+    ]
+    return Section(
+        "time",
+        "Time",
+        [keys, div("phases", *rows), table(head, cells, "figures")],
+        "Exposed seconds by part, over the whole run.",
+    )
+
+
+def _settings(plains: Sequence[dict[str, object]], runs: Sequence[Named]) -> Section:
+    rows: list[list[Piece]] = [
+        [
+            tag("th", tag("code", key)),
+            *(tag("code", value) if value != UNSET else span("quiet", UNSET) for value in values),
+        ]
+        for key, values in setting_differences(plains).items()
+    ]
+    head: list[Piece] = ["setting", *(tag("th", swatch(run.key), " ", run.name) for run in runs)]
+    body = table(head, rows, "settings") if rows else tag("p", "All settings are the same.", class_="empty")
+    return Section("settings", "Settings that differ", [body])
+
+
+def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
+    """Key -> the value of every run, as text; only keys in which two runs differ."""
+    flats = [flat(plain) for plain in plains]
+    keys = sorted({key for found in flats for key in found})
+    values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
+    return {key: found for key, found in values.items() if len(set(found)) > 1}
+
+
+def _notes(runs: Sequence[Named]) -> Section:
+    notes = [tag("li", tag("strong", run.name), f": {note}") for run in runs for note in run.summary.notes]
+    alerts = facts([(run.name, f"{len(run.summary.alerts)} alerts") for run in runs if run.summary.alerts])
+    body = [
+        alerts if any(run.summary.alerts for run in runs) else None,
+        tag("ul", *notes, class_="notes") if notes else None,
+    ]
+    return Section("remarks", "Remarks", body)
