@@ -1,0 +1,259 @@
+"""Monitoring as a run uses it: what reaches the records, the log, the sinks and the endpoint, and that it all ends."""
+
+import asyncio
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pvg.errors import MissingRequirementError
+from pvg.experiment import Telemetry
+from pvg.telemetry.alerts import Alert
+from pvg.telemetry.catalogue import unknown_metrics
+from pvg.telemetry.loop_lag import LagWindow
+from pvg.telemetry.monitoring import Monitoring
+
+
+class Told:
+    """Everybody a Monitoring tells, checking that it does so in the event loop and not after its end."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[str] = []
+        self.notices: list[str] = []
+        self.alerts: list[Alert] = []
+        self.over = False
+        self.fault: Exception | None = None
+
+    def _check(self) -> None:
+        asyncio.get_running_loop()  # raises in any other thread
+        assert not self.over
+
+    def record(self, kind: str, **fields: Any) -> None:
+        self._check()
+        if self.fault is not None:
+            raise self.fault
+        self.records.append((kind, fields))
+
+    def log(self, line: str) -> None:
+        self._check()
+        self.lines.append(line)
+
+    def notice(self, message: str) -> None:
+        self._check()
+        self.notices.append(message)
+
+    def alert(self, alert: Alert) -> None:
+        self._check()
+        self.alerts.append(alert)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for found, fields in self.records if found == kind]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def own_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name in ("device sampler", "metric sinks") or "serve" in t.name]
+
+
+def watch(
+    folder: Path, body: Callable[[Monitoring, Told], Awaitable[None]], *, first_step: int = 0, **settings: Any
+) -> Told:
+    """Run `body` while a Monitoring watches it, then give what was started a chance to show that it goes on."""
+    told = Told()
+    section = Telemetry(**{"device_every_s": 0.05, "loop_lag_hz": 100.0, **settings})
+
+    async def run() -> None:
+        try:
+            async with Monitoring(
+                section,
+                record=told.record,
+                log=told.log,
+                notice=told.notice,
+                alert=told.alert,
+                run_directory=folder,
+                name="first",
+                config={"seed": 0},
+                first_step=first_step,
+            ) as monitoring:
+                await body(monitoring, told)
+        finally:
+            told.over = True
+            await asyncio.sleep(0.15)
+            assert own_threads() == []
+            assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    return told
+
+
+async def until(done: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not done():  # noqa: ASYNC110 - what is waited for is what a run sees, and it tells nobody
+            await asyncio.sleep(0.01)
+
+
+def test_device_and_loop_records_come_while_a_run_goes_on(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await until(lambda: len(told.of("device")) >= 3 and len(told.of("loop")) >= 2)
+        assert monitoring.endpoint_url is None
+
+    told = watch(tmp_path, body)
+    assert {"rss_bytes", "memory_used_bytes", "cpu", "process_cpu"} <= set(told.of("device")[2]["metrics"])
+    assert told.of("device")[0]["time"] <= told.of("device")[2]["time"] <= time.time()
+    assert set(told.of("loop")[0]["metrics"]) == {
+        *(f"lag_{name}_s" for name in ("min", "mean", "p50", "p90", "p99", "max")),
+        "samples",
+    }
+    number = r"[\d.e+-]+"
+    pattern = (
+        rf"\[loop\] t={number} event=lag p50_ms={number} p90_ms={number} p99_ms={number} max_ms={number} samples=\d+"
+    )
+    assert all(re.fullmatch(pattern, line) for line in told.lines)
+    assert len(told.lines) == len(told.of("loop"))
+
+
+def test_a_stall_is_an_alert(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # noqa: ASYNC251 - the fault
+
+    told = watch(tmp_path, body, loop_lag_p90_s=0.2, device_every_s=3600.0)
+    assert [alert.name for alert in told.alerts] == ["loop_lag_p90"]
+    assert max(fields["metrics"]["lag_max_s"] for fields in told.of("loop")) > 0.25
+
+
+def test_an_alert_is_told_when_it_begins_to_hold(tmp_path: Path) -> None:
+    bad, good = LagWindow.of([2.0]), LagWindow.of([0.01])
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        counts = []
+        for window in (good, bad, bad, good, bad):
+            monitoring._record_lag(window)
+            counts.append(len(told.alerts))
+        assert counts == [0, 1, 1, 1, 2]
+
+    watch(tmp_path, body, device_every_s=3600.0)
+
+
+def test_steps_reach_the_sinks_under_their_full_names(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await until(lambda: told.of("device"))
+        monitoring.step(0, "mint", 32, {"correct": 0.5}, {"decode": 1.0}, {"decode": 1.5})
+        monitoring.step(0, "train_prover", 1, {"loss": 0.25}, {"decode": 2.0}, {"decode": 2.5})
+        monitoring.phase(0, "train_verifier", {"threshold": 0.75})
+        monitoring.round(0, {"verifier_auc": 0.9})
+
+    watch(tmp_path, body, sinks=("tensorboard",), first_step=40)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = set(events.Tags()["scalars"])
+    assert unknown_metrics(found) == []
+    assert {"mint/correct", "train_prover/loss", "train_verifier/threshold", "round/verifier_auc"} <= found
+    assert {"device/rss_bytes", "loop/lag_p50_s"} <= found
+    assert [(e.step, e.value) for e in events.Scalars("budget/decode")] == [(41, 1.0), (42, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("busy/decode")] == [(41, 1.5), (42, 2.5)]
+    assert [e.step for e in events.Scalars("round/verifier_auc")] == [42]
+
+
+def test_the_endpoint_is_there_for_as_long_as_the_run(tmp_path: Path) -> None:
+    port = free_port()
+
+    def scrape() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        assert monitoring.endpoint_url == f"http://127.0.0.1:{port}/metrics"
+        monitoring.step(3, "train_prover", 1, {"helpful_accuracy": 0.75}, {}, {})
+        found = ""
+        while 'pvg_helpful_accuracy_ratio{phase="train_prover"} 0.75' not in found:  # or the test's time runs out
+            found = await asyncio.to_thread(scrape)
+
+    watch(tmp_path, body, metrics_port=port)
+    with pytest.raises(OSError, match="refused"):
+        scrape()
+
+
+def test_everything_ends_with_a_run_that_raises(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        watch(tmp_path, body, sinks=("tensorboard",), metrics_port=free_port())
+
+
+def test_everything_ends_with_a_run_that_is_cancelled(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().call_later(0.05, task.cancel)
+        await asyncio.sleep(30)
+
+    with pytest.raises(asyncio.CancelledError):
+        watch(tmp_path, body, sinks=("tensorboard",), metrics_port=free_port())
+
+
+def test_a_port_that_is_taken_stops_a_run_before_it_begins(tmp_path: Path) -> None:
+    async def never(monitoring: Monitoring, told: Told) -> None:
+        pytest.fail("the run began")
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(MissingRequirementError, match="cannot listen"),
+    ):
+        watch(tmp_path, never, metrics_port=taken.getsockname()[1], sinks=("tensorboard",))
+
+
+def test_a_sink_that_cannot_be_opened_leaves_the_port_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(monitoring: Monitoring, told: Told) -> None:
+        pytest.fail("the run began")
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    port = free_port()
+    with pytest.raises(MissingRequirementError, match="names wandb"):
+        watch(tmp_path, never, metrics_port=port, sinks=("wandb",))
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_a_full_disk_surfaces_at_the_next_step(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await until(lambda: told.of("device"))
+        told.fault = MissingRequirementError("No space left for metrics.jsonl.")
+        while True:
+            monitoring.step(0, "mint", 1, {}, {}, {})
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(MissingRequirementError, match="No space left"):
+        watch(tmp_path, body)
+
+
+def test_a_full_disk_surfaces_at_the_end_when_no_step_follows(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        told.fault = MissingRequirementError("No space left for metrics.jsonl.")
+        await asyncio.sleep(0.1)
+
+    with pytest.raises(MissingRequirementError, match="No space left"):
+        watch(tmp_path, body)
+
+
+def test_no_driver_is_one_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await until(lambda: len(told.of("device")) >= 3)
+
+    (notice,) = watch(tmp_path, body).notices
+    assert notice.startswith("No GPU is watched: the package nvidia-ml-py is not installed")
