@@ -69,16 +69,19 @@ class TelemetryCost(e2e.EndToEnd):
         session.tracer = tracer = KeepingTracer()
         watcher = e2e.StepWatcher()
         session.observer = watcher
-        phase = await self._fresh_phase()
-        if self._telemetry.tracing:
-            with tracer.drive():
+        with span("reset"):
+            phase = await self._fresh_phase()
+        with span("step"):  # its parts are told to the session's own tracer
+            if self._telemetry.tracing:
+                with tracer.drive():
+                    await phase.play()
+            else:
                 await phase.play()
-        else:
-            await phase.play()
         step_s = (time.perf_counter() - session.began) / self._own.steps
         self._steps = watcher.steps
         self._spans = tracer.kept
-        telemetry_s = await self._replay() / self._own.steps
+        with span("replay"):
+            telemetry_s = await self._replay() / self._own.steps
         return {"step_s": step_s, "telemetry_s": telemetry_s, "overhead": telemetry_s / step_s}
 
     def derived(self) -> dict[str, float]:
