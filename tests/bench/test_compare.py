@@ -1,0 +1,337 @@
+"""Verdicts that can be believed: no wolf among many metrics, real slowdowns found, other work refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_reports import ENVIRONMENT, PROFILE, WORK, failed_report, higher, lower, made_report, noisy, variant
+
+from pvg.bench.compare import Comparison, Difference, MetricComparison, compare_reports, differences
+from pvg.bench.report import BenchReport, Samples
+from pvg.errors import UsageError
+
+METRICS = 10
+RESAMPLES = 1000  # a tenth of the real number: what is measured here are rates
+
+
+def ten_metrics(random: np.random.Generator, count: int, slowdown: float = 1.0) -> BenchReport:
+    """Ten metrics as benchmarks have them: spreads of 1 to 3 %, a tail, strays, ties, a rate beside its time. The
+    first, of 2 % spread, is slowed down."""
+    wall = noisy(random, slowdown, count, 0.02)
+    return made_report(
+        variant(
+            {
+                "wall_s": lower(wall),
+                "tokens_per_s": higher([9000 / seconds for seconds in wall]),  # wholly dependent on another metric
+                **{f"spread{place}": lower(noisy(random, 3.0, count, 0.01 * place)) for place in (1, 2, 3)},
+                "tail": lower([1 + 0.03 * float(value) for value in random.exponential(size=count)]),
+                "stray": lower([1.3 if random.random() < 0.1 else value for value in noisy(random, 1, count)]),
+                "clusters": lower(
+                    [value * (1.05 if random.random() < 0.4 else 1) for value in noisy(random, 1, count)]
+                ),
+                "ties": lower([round(value) for value in noisy(random, 50, count, 0.03)], "rows"),
+                "wide": lower(noisy(random, 0.004, count, 0.4)),
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize("count", [5, 7, 10])
+def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(count: int) -> None:
+    random, trials = np.random.default_rng(count), 150
+    wolves = 0
+    for _ in range(trials):
+        comparison = compare_reports(
+            ten_metrics(random, count), ten_metrics(random, count), fail_above=0.0, resamples=RESAMPLES
+        )
+        assert comparison.tested == len(comparison.metrics) == METRICS
+        wolves += any(metric.verdict in ("worse", "better") for metric in comparison.metrics)
+    assert wolves <= 0.05 * trials
+
+
+def test_a_planted_slowdown_of_ten_percent_is_found() -> None:
+    random, trials = np.random.default_rng(11), 100
+    found = failed = others = 0
+    for _ in range(trials):
+        comparison = compare_reports(
+            ten_metrics(random, 10), ten_metrics(random, 10, slowdown=1.1), fail_above=0.02, resamples=RESAMPLES
+        )
+        verdicts = {metric.name: metric.verdict for metric in comparison.metrics}
+        found += verdicts.pop("wall_s") == verdicts.pop("tokens_per_s") == "worse"
+        failed += {metric.name for metric in comparison.failing} >= {"wall_s", "tokens_per_s"}
+        others += set(verdicts.values()) != {"no difference seen"}
+    assert found >= 0.99 * trials
+    assert failed >= 0.9 * trials
+    assert others <= 0.05 * trials
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.02, 0.03])
+def test_it_is_found_at_every_realistic_spread(spread: float) -> None:
+    random, trials = np.random.default_rng(4), 60
+    found = 0
+    for _ in range(trials):
+        a, b = (
+            made_report(
+                variant(
+                    {f"m{place}": lower(noisy(random, slow if place == 0 else 1, 10, spread)) for place in range(10)}
+                )
+            )
+            for slow in (1.0, 1.1)
+        )
+        found += of(compare_reports(a, b, resamples=RESAMPLES), "m0").verdict == "worse"
+    assert found >= 0.95 * trials
+
+
+def test_a_slowdown_below_the_threshold_does_not_fail() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(30):
+        comparison = compare_reports(
+            ten_metrics(random, 10), ten_metrics(random, 10, slowdown=1.04), fail_above=0.05, resamples=RESAMPLES
+        )
+        assert not {"wall_s", "tokens_per_s"} & {metric.name for metric in comparison.failing}
+
+
+# --- one comparison, looked at closely -------------------------------------------------------------------------------
+
+BASE = [1.00, 1.01, 0.99, 1.02, 0.98, 1.005]
+
+
+def times(factor: float, values: list[float] = BASE) -> list[float]:
+    return [factor * value for value in values]
+
+
+def of(comparison: Comparison, name: str, label: str = "") -> MetricComparison:
+    (found,) = [metric for metric in comparison.metrics if (metric.name, metric.variant) == (name, label)]
+    return found
+
+
+def compared(
+    a: dict[str, Samples], b: dict[str, Samples], fail_above: float | None = None, resamples: int = 2000
+) -> Comparison:
+    return compare_reports(made_report(variant(a)), made_report(variant(b)), fail_above=fail_above, resamples=resamples)
+
+
+def test_the_direction_decides_what_is_worse() -> None:
+    up = compared({"s": lower(BASE), "rate": higher(BASE)}, {"s": lower(times(1.5)), "rate": higher(times(1.5))})
+    assert (of(up, "s").verdict, of(up, "rate").verdict) == ("worse", "better")
+    down = compared({"s": lower(times(1.5)), "rate": higher(times(1.5))}, {"s": lower(BASE), "rate": higher(BASE)})
+    assert (of(down, "s").verdict, of(down, "rate").verdict) == ("better", "worse")
+
+
+def test_the_threshold_is_the_same_for_a_time_and_for_its_rate() -> None:
+    """Constant samples have no interval, so the border is exact: 1.25 times the time is worse by 25 %."""
+    a = {"s": lower([1.0] * 5), "rate": higher([8.0] * 5)}
+    b = {"s": lower([1.25] * 5), "rate": higher([6.4] * 5)}
+    assert {metric.name for metric in compared(a, b, fail_above=0.249).failing} == {"s", "rate"}
+    assert not compared(a, b, fail_above=0.25).failing
+    assert not compared(b, a, fail_above=0.0).failing  # better never fails
+    assert not compared(a, b).failing  # nor does anything without a threshold
+
+
+def test_what_matters_stands_first() -> None:
+    a = {name: lower(BASE) for name in ("same", "little_worse", "better", "much_worse", "fails")}
+    b = {
+        "same": lower(BASE[::-1]),
+        "little_worse": lower(times(1.2)),
+        "better": lower(times(0.5)),
+        "much_worse": lower(times(1.3)),
+        "fails": lower(times(2.0)),
+    }
+    comparison = compared(a, b, fail_above=0.5)
+    assert [metric.name for metric in comparison.metrics] == ["fails", "much_worse", "little_worse", "better", "same"]
+    assert [metric.name for metric in comparison.failing] == ["fails"]
+
+
+def test_three_samples_are_too_few_whatever_they_say() -> None:
+    comparison = compared({"s": lower(BASE[:3])}, {"s": lower(times(5, BASE[:3]))}, fail_above=0.0)
+    assert of(comparison, "s").verdict == "too few samples"
+    assert not comparison.failing
+    five = made_report(variant({"s": lower(times(5, BASE[:5]))}))
+    assert of(compare_reports(made_report(variant({"s": lower(BASE[:3])})), five), "s").verdict == "too few samples"
+
+
+def test_five_samples_find_a_large_difference_among_many_metrics() -> None:
+    """Though no rank test of 5 against 5 reaches 5 % over 20."""
+    names = [f"m{place}" for place in range(20)]
+    a = {name: lower(BASE[:5]) for name in names}
+    comparison = compared(a, {name: lower(times(1 + (name == "m7"), BASE[:5])) for name in names})
+    assert of(comparison, "m7").verdict == "worse"
+    assert len(comparison.with_verdict("no difference seen")) == 19
+
+
+def test_the_interval_is_adjusted_for_the_metrics_that_could_differ() -> None:
+    one = compared({"s": lower(BASE)}, {"s": lower(times(1.01))})
+    constant = {f"c{place}": lower([2.0] * 6) for place in range(5)}
+    with_constants = compared({"s": lower(BASE)} | constant, {"s": lower(times(1.01))} | constant)
+    assert (one.tested, one.confidence) == (1, 0.95)
+    assert with_constants.tested == 1
+    assert of(with_constants, "s") == of(one, "s")
+    many = {f"n{place}": lower(BASE) for place in range(9)}
+    adjusted = compared({"s": lower(BASE)} | many, {"s": lower(times(1.01))} | many)
+    assert adjusted.confidence == pytest.approx(0.995)
+    wide, narrow = of(adjusted, "s").ratio, of(one, "s").ratio
+    assert wide is not None
+    assert narrow is not None
+    assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def test_an_interval_beside_one_does_not_suffice_without_the_rank_test() -> None:
+    """Two clusters: the medians fall into different ones, and their bootstrap says that they are sure of it."""
+    a = {"s": lower([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.0])}
+    b = {"s": lower([1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])}
+    assert of(compared(a, b), "s").verdict == "no difference seen"
+
+
+def test_samples_of_zero_have_no_ratio_and_the_rank_test_decides() -> None:
+    zeros = [0.0] * 8
+    comparison = compared(
+        {"lag": lower(zeros), "same": lower(zeros)},
+        {"lag": lower([1.0 + v for v in range(8)]), "same": lower(zeros)},
+        0,
+    )
+    lag, same = of(comparison, "lag"), of(comparison, "same")
+    assert (lag.ratio, lag.verdict, lag.beyond) == (None, "worse", False)
+    assert (same.ratio, same.verdict) == (None, "no difference seen")
+    few = compared({"lag": lower([0.0] * 4)}, {"lag": lower([1.0, 2.0, 3.0, 4.0])})
+    assert of(few, "lag").verdict == "worse"  # 2/70 is below 5 %
+    crowd = {f"m{place}": lower(BASE[:4]) for place in range(9)}
+    few = compared({"lag": lower([0.0] * 4)} | crowd, {"lag": lower([1.0, 2.0, 3.0, 4.0])} | crowd)
+    assert of(few, "lag").verdict == "too few samples"  # but not below 0.5 %
+
+
+def test_the_same_report_twice() -> None:
+    report = ten_metrics(np.random.default_rng(0), 6)
+    comparison = compare_reports(report, report, fail_above=0.0)
+    assert comparison.same
+    assert not comparison.failing
+    for metric in comparison.metrics:
+        assert metric.verdict == "no difference seen"
+        assert metric.ratio is not None
+        assert metric.ratio.ratio == metric.p == 1.0
+    assert not compare_reports(report, ten_metrics(np.random.default_rng(1), 6)).same
+
+
+positive = st.lists(st.floats(0.1, 10), min_size=4, max_size=8)
+
+
+@given(positive, positive)
+@settings(max_examples=30, deadline=None)
+def test_swapping_the_reports_turns_the_verdict(a: list[float], b: list[float]) -> None:
+    b = (b * 2)[: len(a)]
+    there = of(compared({"s": lower(a)}, {"s": lower(b)}, resamples=500), "s")
+    back = of(compared({"s": higher(a)}, {"s": higher(b)}, resamples=500), "s")
+    turned = {"worse": "better", "better": "worse"}
+    assert back.verdict == turned.get(there.verdict, there.verdict)
+    assert there.p == back.p
+
+
+# --- what differs around the samples ---------------------------------------------------------------------------------
+
+
+def test_environments_and_settings_are_named_field_by_field() -> None:
+    a = made_report(variant({"s": lower(BASE)}))
+    b = made_report(
+        variant({"s": lower(BASE)}),
+        environment=ENVIRONMENT.model_copy(update={"torch": "2.14.0", "gpu": "H200"}),
+        config={"profile": {**PROFILE, "repeats": 6}, "experiment": {"rollout": {"max_rows": 8, "new": True}}},
+    )
+    comparison = compare_reports(a, b)
+    assert comparison.environment == (Difference("torch", "2.13.0", "2.14.0"), Difference("gpu", None, "H200"))
+    assert [str(each) for each in comparison.settings] == [
+        "profile.repeats is 5 in A and 6 in B",
+        "rollout.max_rows is 256 in A and 8 in B",
+        "rollout.new is absent in A and true in B",
+    ]
+    assert not compare_reports(a, a).environment
+
+
+def test_a_sweep_against_a_sweep_matches_by_label_and_names_the_rest() -> None:
+    a = made_report(*[variant({"s": lower(BASE)}, f"k={value}") for value in (1, 2, 3)])
+    slow = made_report(
+        *[variant({"s": lower(times(1 + (value == 2)))}, f"k={value}") for value in (3, 2, 4)],
+        command="another",
+    )
+    comparison = compare_reports(a, slow)
+    assert {(metric.variant, metric.verdict) for metric in comparison.metrics} == {
+        ("k=2", "worse"),
+        ("k=3", "no difference seen"),
+    }
+    assert comparison.tested == 2
+    assert comparison.left_out == ("the variant k=1: only in A", "the variant k=4: only in B")
+
+
+def test_metrics_of_one_side_or_of_another_unit_are_left_out_by_name() -> None:
+    a = {"s": lower(BASE), "old": lower(BASE), "size": lower(BASE, "MB")}
+    b = {"s": lower(BASE), "new": lower(BASE), "size": lower(BASE, "GB")}
+    comparison = compared(a, b)
+    assert [metric.name for metric in comparison.metrics] == ["s"]
+    assert comparison.left_out == (
+        "old: only in A",
+        "new: only in B",
+        "size: in MB, lower is better, in A; in GB, lower, in B",
+    )
+
+
+def refused(a: BenchReport, b: BenchReport) -> str:
+    with pytest.raises(UsageError) as caught:
+        compare_reports(a, b, paths=("a.json", "b.json"))
+    return caught.value.message
+
+
+def test_what_cannot_be_compared_is_refused_by_name() -> None:
+    good = made_report(variant({"s": lower(BASE)}))
+    sweep = made_report(*[variant({"s": lower(BASE)}, f"k={value}") for value in (1, 2)])
+    assert refused(good, failed_report()) == "The benchmark of b.json failed: No model of that name."
+    assert "a.json failed" in refused(failed_report(), good)
+    assert "A is of 'rollout', B of 'trainer'" in refused(good, made_report(*good.variants, profile="trainer"))
+    assert "A is a bench with one variant, B a sweep with k=1, k=2" in refused(good, sweep)
+    assert "no metric in common: s: only in A, t: only in B" in refused(good, made_report(variant({"t": lower(BASE)})))
+
+
+def test_other_work_is_refused_key_by_key() -> None:
+    good = made_report(variant({"s": lower(BASE)}))
+    other = made_report(*good.variants, work={**WORK, "rollouts": 128, "lengths": {"prompt": 37}, "seed": None})
+    message = refused(good, other)
+    assert "rollouts is 256 in A and 128 in B" in message
+    assert "lengths.completion is 48 in A and absent in B" in message
+    assert "seed is absent in A and none in B" in message
+    assert "prompt" not in message
+    assert "model" not in message
+
+
+def test_sweeps_over_the_amount_of_work_compare_value_by_value() -> None:
+    def sweep(by_variant: dict[str, dict[str, int]]) -> BenchReport:
+        work = {"model": "m", "by_variant": by_variant}
+        return made_report(*[variant({"s": lower(BASE)}, label) for label in by_variant], work=work)
+
+    a = sweep({"n=1": {"rollouts": 1}, "n=2": {"rollouts": 2}})
+    assert compare_reports(a, sweep({"n=2": {"rollouts": 2}, "n=3": {"rollouts": 3}})).tested == 1
+    # A sweep of one value has its work in the common part.
+    alone = made_report(
+        variant({"s": lower(BASE)}, "n=2"), kind="sweep", work={"model": "m", "rollouts": 2}, command="another"
+    )
+    assert compare_reports(a, alone).left_out == ("the variant n=1: only in A",)
+    assert "rollouts is 2 in A and 5 in B" in refused(a, sweep({"n=2": {"rollouts": 5}, "n=4": {"rollouts": 4}}))
+
+
+def test_differences_of_nested_tables() -> None:
+    found = differences({"a": 1, "b": {"c": [1, 2], "d": 2}}, {"b": {"c": [1, 3], "d": 2}, "e": {}})
+    assert list(found) == [
+        Difference("a", 1, "absent"),
+        Difference("b.c", [1, 2], [1, 3]),
+        Difference("e", "absent", {}),
+    ]
+
+
+def test_it_is_json_with_counts() -> None:
+    comparison = compared({"s": lower(BASE), "t": lower(BASE)}, {"s": lower(times(2)), "t": lower(BASE)}, 0.05)
+    document = orjson.loads(orjson.dumps(comparison.plain()))
+    assert document["failed"] is True
+    assert document["counts"] == {"worse": 1, "better": 0, "too few samples": 0, "no difference seen": 1}
+    assert document["metrics"][0]["ratio"]["ratio"] == pytest.approx(2)
+    assert not replace(comparison, metrics=()).failing

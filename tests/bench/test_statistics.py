@@ -1,0 +1,250 @@
+"""The interval holds its rate, and the rank test gives the published and the counted p values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pvg.bench.statistics import (
+    _resampled,
+    least_p_value,
+    median,
+    rank_test,
+    ratio_of_medians,
+    student_quantile,
+)
+
+Draw = Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float64]]
+
+# What timings look like: around a value, with a tail of slow ones, with stray ones, and in two clusters (a cache that
+# was cold, a clock that changed). The larger cluster has 60 %, so that the median lies in one of them.
+SHAPES: dict[str, Draw] = {
+    "normal": lambda random, shape: 1 + 0.02 * random.standard_normal(shape),
+    "tail": lambda random, shape: 1 + 0.02 * random.exponential(size=shape),
+    "stray": lambda random, shape: 1 + 0.02 * random.standard_normal(shape) + 0.3 * (random.random(shape) < 0.1),
+    "clusters": lambda random, shape: 1 + 0.003 * random.standard_normal(shape) + 0.05 * (random.random(shape) < 0.4),
+}
+values = st.lists(st.floats(0.01, 1000), min_size=2, max_size=12)
+
+
+def test_median() -> None:
+    assert median([3, 1, 2]) == 2
+    assert median([4, 1, 2, 3]) == 2.5
+    with pytest.raises(ValueError, match="no values"):
+        median([])
+
+
+# --- the interval ----------------------------------------------------------------------------------------------------
+
+
+def misses(shape: str, n: int, m: int, confidence: float, trials: int) -> float:
+    """How often the interval of two samples of one distribution leaves out 1."""
+    random = np.random.default_rng(7)
+    a, b = SHAPES[shape](random, (trials, n)), SHAPES[shape](random, (trials, m))
+    found = [
+        ratio_of_medians(list(one), list(other), seed=seed, resamples=1000, confidence=confidence)
+        for seed, (one, other) in enumerate(zip(a, b, strict=True))
+    ]
+    return sum(interval.low > 1 or interval.high < 1 for interval in found) / trials
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "m"),
+    [
+        ("normal", 4, 4),
+        ("normal", 5, 5),
+        ("tail", 5, 5),
+        ("stray", 6, 6),
+        ("normal", 5, 20),
+        ("clusters", 8, 8),
+        ("normal", 10, 10),
+        ("clusters", 10, 10),
+        ("tail", 20, 20),
+    ],
+)
+def test_the_interval_misses_at_most_at_its_nominal_rate(shape: str, n: int, m: int) -> None:
+    assert misses(shape, n, m, 0.95, trials=500) <= 0.05
+
+
+@pytest.mark.parametrize(("shape", "n"), [("normal", 5), ("tail", 5), ("clusters", 10)])
+def test_so_it_does_far_out_where_many_metrics_need_it(shape: str, n: int) -> None:
+    assert misses(shape, n, n, 0.995, trials=1200) <= 0.005
+
+
+def test_neither_of_the_two_bootstrap_intervals_would_hold_alone() -> None:
+    """The reason for taking the wider one: each alone misses more often than it may, by a factor of two."""
+    random, trials = np.random.default_rng(3), 1500
+
+    def resampled(shape: str, n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        samples = np.log(SHAPES[shape](random, (2, trials, n)))
+        places = random.integers(0, n, (2, trials, 400, n))
+        drawn = np.take_along_axis(samples[:, :, None, :], places, axis=-1)
+        medians, middle = np.median(drawn, axis=-1), np.median(samples, axis=-1)
+        return medians, middle[1] - middle[0]
+
+    medians, _ = resampled("normal", 5)
+    low, high = np.quantile(medians[1] - medians[0], [0.0025, 0.9975], axis=1)
+    assert np.mean((low > 0) | (high < 0)) > 2 * 0.005
+
+    medians, difference = resampled("clusters", 8)
+    error = np.hypot(medians[0].std(axis=1), medians[1].std(axis=1))
+    assert np.mean(np.abs(difference) > student_quantile(0.975, 14) * error) > 2 * 0.05
+
+
+def test_a_clear_difference_is_outside_and_the_true_ratio_inside() -> None:
+    random = np.random.default_rng(1)
+    a, b = (SHAPES["normal"](random, (300, 10)) * middle for middle in (1.0, 1.1))
+    found = [ratio_of_medians(list(one), list(other), resamples=1000) for one, other in zip(a, b, strict=True)]
+    assert sum(interval.low > 1 for interval in found) >= 0.99 * 300
+    assert sum(interval.low <= 1.1 <= interval.high for interval in found) >= 0.95 * 300
+
+
+@given(values, values, st.floats(0.01, 100))
+@settings(max_examples=40, deadline=None)
+def test_the_ratio_lies_in_its_interval_and_no_unit_matters(a: list[float], b: list[float], factor: float) -> None:
+    found = ratio_of_medians(a, b, resamples=300)
+    assert found.ratio == median(b) / median(a)
+    assert found.low <= found.ratio <= found.high
+    scaled = ratio_of_medians([factor * value for value in a], [factor * value for value in b], resamples=300)
+    assert scaled.low == pytest.approx(found.low, rel=1e-6)
+    assert scaled.high == pytest.approx(found.high, rel=1e-6)
+
+
+@given(values, values)
+@settings(max_examples=25, deadline=None)
+def test_more_confidence_makes_it_wider(a: list[float], b: list[float]) -> None:
+    some, more = (ratio_of_medians(a, b, resamples=300, confidence=level) for level in (0.9, 0.99))
+    assert more.low <= some.low
+    assert some.high <= more.high
+
+
+def test_the_seed_decides_and_the_order_of_the_samples_does_not() -> None:
+    a, b = [1.0, 1.1, 1.05, 1.2, 0.9], [1.3, 1.2, 1.25, 1.4, 1.1]
+    assert ratio_of_medians(a, b) == ratio_of_medians(a[::-1], b[::-1])
+    assert ratio_of_medians(a, b, seed=1) == ratio_of_medians(a, b, seed=1)
+    assert ratio_of_medians(a, b, seed=1) != ratio_of_medians(a, b, seed=2)
+
+
+def test_no_spread_and_no_knowledge() -> None:
+    exact = ratio_of_medians([8.0] * 5, [6.0] * 5)
+    assert (exact.ratio, exact.low, exact.high) == (0.75, 0.75, 0.75)
+    unknown = ratio_of_medians([8.0], [6.0, 6.1, 6.2])
+    assert (unknown.low, unknown.high) == (0.0, math.inf)
+    assert ratio_of_medians([1.0, 100.0], [1.0, 1e9], confidence=0.9999).high == math.inf
+
+
+@pytest.mark.parametrize("wrong", [[], [1.0, 0.0], [1.0, -1.0], [1.0, math.nan], [1.0, math.inf]])
+def test_values_without_a_ratio_are_refused(wrong: list[float]) -> None:
+    for pair in ((wrong, [1.0, 2.0]), ([1.0, 2.0], wrong)):
+        with pytest.raises(ValueError, match="ratio of medians"):
+            ratio_of_medians(*pair)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 11, 12])
+def test_the_medians_of_resamples_are_those_of_drawing_with_replacement(n: int) -> None:
+    random = np.random.default_rng(0)
+    samples = np.sort(random.random(n))
+    ours = _resampled(samples, 40_000, random)
+    naive = np.median(samples[random.integers(0, n, (40_000, n))], axis=1)
+    for value in np.unique(naive.round(12)):
+        assert np.mean(ours.round(12) <= value) == pytest.approx(np.mean(naive.round(12) <= value), abs=0.012)
+
+
+@pytest.mark.parametrize(  # Student's t, from the tables of any textbook
+    ("probability", "degrees", "expected"),
+    [
+        (0.975, 1, 12.706),
+        (0.975, 2, 4.303),
+        (0.975, 5, 2.571),
+        (0.995, 9, 3.250),
+        (0.9995, 4, 8.610),
+        (0.95, 30, 1.697),
+        (0.975, 120, 1.980),
+        (0.5, 7, 0.0),
+    ],
+)
+def test_student_quantiles(probability: float, degrees: int, expected: float) -> None:
+    assert student_quantile(probability, degrees) == pytest.approx(expected, abs=6e-4)
+
+
+# --- the rank test ---------------------------------------------------------------------------------------------------
+
+
+def samples_with_u(u: int, n: int) -> tuple[list[float], list[float]]:
+    """n against n different values in which exactly u of the n*n pairs are out of order."""
+    below = [float(place) for place in range(n)]
+    above = [n + float(place) for place in range(n)]
+    for place in range(n):
+        moves = min(n, u - n * place)
+        if moves > 0:  # lower the place-th value of `above` under the `moves` highest ones of `below`
+            above[place] = n - moves - 0.5 + place / (10 * n)
+    return below, above
+
+
+@pytest.mark.parametrize(  # the largest U significant at 5 %, two-sided (Mann and Whitney's table, as in textbooks)
+    ("n", "critical"), [(4, 0), (5, 2), (6, 5), (7, 8), (8, 13), (9, 17), (10, 23), (15, 64), (20, 127)]
+)
+def test_critical_values_of_the_published_table(n: int, critical: int) -> None:
+    assert rank_test(*samples_with_u(critical, n)) <= 0.05
+    assert rank_test(*samples_with_u(critical + 1, n)) > 0.05
+
+
+def counted(a: Sequence[float], b: Sequence[float]) -> float:
+    """By going through every way of choosing which of the values are a's."""
+    pooled = [*a, *b]
+
+    def away(chosen: Sequence[int]) -> float:
+        ours = [pooled[place] for place in chosen]
+        theirs = [pooled[place] for place in range(len(pooled)) if place not in chosen]
+        wins = sum((x > y) + 0.5 * (x == y) for x in ours for y in theirs)
+        return abs(wins - len(a) * len(b) / 2)
+
+    all_ways = [away(chosen) for chosen in itertools.combinations(range(len(pooled)), len(a))]
+    return sum(way >= all_ways[0] for way in all_ways) / len(all_ways)  # the first way is a and b as they are
+
+
+@given(*(st.lists(st.integers(0, 5).map(float), min_size=1, max_size=5) for _ in "ab"))
+@settings(max_examples=60, deadline=None)
+def test_it_counts_all_ways_also_with_ties(a: list[float], b: list[float]) -> None:
+    assert rank_test(a, b) == pytest.approx(counted(a, b))
+    assert rank_test(a, b) == pytest.approx(rank_test(b, a))
+
+
+def test_the_least_p_value_is_that_of_complete_separation() -> None:
+    assert least_p_value(5, 5) == 2 / 252
+    assert least_p_value(3, 3) == pytest.approx(0.1)
+    for n, m in ((1, 1), (3, 3), (5, 5), (4, 10)):
+        assert rank_test(range(n), range(n, n + m)) == pytest.approx(least_p_value(n, m))
+
+
+def test_many_samples_by_the_normal_approximation() -> None:
+    # By hand: 40 against 40, a has 10 twos and 30 ones, b 20 and 20. Pairs where a > b: 10*20, ties: 30*20 + 10*20,
+    # so U = 200 + 400 = 600 against a mean of 800. With 50 ones and 30 twos in all:
+    # variance = 1600/12 * (81 - (124950 + 26970) / (80*79)), z = (200 - 0.5) / sqrt(variance).
+    a, b = [1.0] * 30 + [2.0] * 10, [1.0] * 20 + [2.0] * 20
+    variance = 1600 / 12 * (81 - (124950 + 26970) / 6320)
+    assert rank_test(a, b) == pytest.approx(math.erfc(199.5 / math.sqrt(variance) / math.sqrt(2)))
+    assert rank_test(a, b) == pytest.approx(0.0221, abs=1e-4)
+    assert rank_test([3.0] * 40, [3.0] * 40) == 1.0
+
+
+def test_the_approximation_continues_the_exact_values() -> None:
+    random = np.random.default_rng(2)
+    a, b = random.standard_normal(30), random.standard_normal(30) + 0.3
+    exact = rank_test(a, b)
+    wins = sum(float(x > y) for x in a for y in b)
+    z = (abs(wins - 450) - 0.5) / math.sqrt(900 * 61 / 12)
+    assert exact == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.003)
+    assert 0.01 < exact < 0.3  # where it matters
+
+
+def test_a_rank_test_needs_samples() -> None:
+    with pytest.raises(ValueError, match="without samples"):
+        rank_test([], [1.0])
