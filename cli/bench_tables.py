@@ -57,7 +57,7 @@ def headline_text(report: BenchReport) -> Text:
     return Text.assemble(
         (report.name, "bold"),
         (f"  {report.kind}{variants}  {report.warmup} + {report.repeats} samples{interleaved}", QUIET),
-        (f"  {duration(seconds)} measured  ", QUIET),
+        (f"  {duration(seconds)} measured  " if seconds else "  ", QUIET),
         (report.status, "green" if report.status == "ok" else "red"),
     )
 
