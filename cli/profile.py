@@ -135,8 +135,8 @@ def _show(made: Profiled) -> None:
 
 def _origin(made: Profiled) -> str:
     if made.frames_from == "torch":
-        return "operators of torch, by their own time (there is no py-spy to see Python frames)"
-    return f"Python functions by own time: {made.samples:,} samples of py-spy, all threads ({made.waiting:,} waiting)"
+        return "operators of torch: without py-spy no Python frames"
+    return f"by own time, of {made.samples:,} samples in working threads"
 
 
 def _frames_table(made: Profiled) -> Table:

@@ -1,0 +1,91 @@
+"""`pvg profile` as a user calls it: a stage, a run's timeline, mistakes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from calling import pvg, pvg_process
+from run_samples import begin, tell
+
+from pvg.store import JsonLines
+
+
+def with_spans(name: str = "first") -> None:
+    run = begin(Path("runs"), name)
+    common = {"start_s": 1e9, "end_s": 1e9 + 1, "depth": 0, "round": 0, "phase": "mint", "step": 1}
+    with JsonLines(run.spans) as lines:
+        lines.append({"name": "rollout", "track": "driver", **common})
+        lines.append({"name": "decode", "track": "pvg-compute_0", **common})
+    tell(run, {"kind": "device", "time": 1e9, "metrics": {"cpu": 0.5}})
+
+
+def test_the_timeline_of_a_run() -> None:
+    with_spans()
+    called = pvg("profile", "--run", "first")
+    assert called.code == 0
+    assert "ui.perfetto.dev" in called.out
+    events = json.loads(gzip.decompress(Path("profile-first/timeline.json.gz").read_bytes()))["traceEvents"]
+    assert {"rollout", "decode", "round 0 mint", "CPU, % of the machine"} <= {event["name"] for event in events}
+    again = pvg("profile", "--run", "first", "--json")  # an existing folder is left alone
+    assert again.document["folder"] == "profile-first-2"
+
+
+def test_a_torn_last_span_is_passed_over() -> None:
+    with_spans()
+    path = Path("runs/first/spans.jsonl")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert pvg("profile", "--run", "first", "--out", "here").code == 0
+    events = json.loads(gzip.decompress(Path("here/timeline.json.gz").read_bytes()))["traceEvents"]
+    assert "decode" not in {event["name"] for event in events}
+
+
+def test_a_stage_of_the_embedded_game() -> None:
+    """The real work, as a process: two groups of two short rollouts."""
+    settings = ["training.groups=2", "rollout.group_size=2", "rollout.max_tokens=4"]
+    arguments = [argument for setting in settings for argument in ("-s", setting)]
+    called = pvg_process(
+        "profile", "--stage", "rollout", "--steps", "1", "--no-py-spy", "-o", "out", "--json", *arguments
+    )
+    assert called.code == 0, called.err
+    document = called.document
+    assert {path.name for path in Path("out").iterdir()} == {
+        "README.txt",
+        *(file["name"] for file in document["files"]),
+    }
+    assert document["frames_from"] == "torch"
+    assert len(document["frames"]) == 10
+    assert {"prefill", "decode"} <= document["budget"]["exposed"].keys()
+    assert "USDT" not in called.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stage", "sampling"), "There is no stage 'sampling'"),
+        (("nothing", "--stage", "rollout"), "There is no experiment 'nothing'"),
+        (("--stage", "rollout", "-s", "training.gruops=3"), "training.groups"),
+        (("--run", "first", "--stage", "rollout"), "--run exports a run as it was"),
+        (("--run", "frist"), "Did you mean 'first'?"),
+        (("--run", "fresh"), "has no spans.jsonl"),
+        (("--run", "first", "--out", "runs"), "not an empty folder"),
+    ],
+)
+def test_mistakes_are_usage_errors(arguments: tuple[str, ...], message: str) -> None:
+    with_spans()
+    begin(Path("runs"), "fresh")
+    called = pvg("profile", *arguments)
+    assert called.code == 2
+    assert message in called.err
+    assert not list(Path().glob("profile-*"))
+
+
+def test_a_demanded_py_spy_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    called = pvg("profile", "--stage", "rollout", "--py-spy", "--json")
+    assert called.code == 3
+    assert called.document["error"]["remedy"] == "pip install 'pvg[profile]'"
