@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class Monitoring:
         self._opening = Opening(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
+        self._of_steps: Collection[str] = ()  # names of the newest step's metrics
         self._held: set[str] = set()  # the alerts that hold
         self._failure: Exception | None = None
         self._open = False
@@ -125,7 +126,7 @@ class Monitoring:
         """
         if self._failure is not None:
             raise self._failure
-        self._place = (round_, phase)
+        self._place, self._of_steps = (round_, phase), metrics.keys()
         self._steps += 1
         self._write(
             {f"{phase}/{name}": value for name, value in metrics.items()}
@@ -134,9 +135,10 @@ class Monitoring:
         )
 
     def phase(self, round_: int, phase: str, metrics: Mapping[str, float]) -> None:
-        """The metrics of a finished phase that belong to none of its steps, such as a calibration."""
+        """The metrics of a finished phase. Those that its steps have are left to the steps: under the same name the
+        sinks would show the mean of a phase as one more step."""
         self._place = (round_, phase)
-        self._write({f"{phase}/{name}": value for name, value in metrics.items()})
+        self._write({f"{phase}/{name}": value for name, value in metrics.items() if name not in self._of_steps})
 
     def round(self, round_: int, metrics: Mapping[str, float]) -> None:
         """The row of a finished round."""
