@@ -18,6 +18,7 @@ from pvg.telemetry.chrome_trace import GAME_LANE, Event, placed, trace_events, w
 from pvg.telemetry.spans import Span, Tracer, run_in, span
 
 SECOND = 1e6  # microseconds
+BASE = 1_700_000_000.0  # seconds since 1970
 
 
 def told(
@@ -150,13 +151,17 @@ def test_phases_and_steps_have_a_lane() -> None:
 
 def test_counters_and_alerts() -> None:
     metrics = [
-        {"kind": "device", "time": 10.0, "metrics": {"cpu": 0.5, "rss_bytes": 2e9, "gpu0_utilisation": 0.25, "x": 1}},
-        {"kind": "loop", "time": 11.0, "metrics": {"lag_p99_s": 0.004, "lag_max_s": None, "samples": 50}},
-        {"kind": "alert", "time": 12.0, "name": "collapse", "message": "It fell."},
-        {"kind": "step", "time": 13.0, "metrics": {"cpu": 1.0}},
+        {
+            "kind": "device",
+            "time": BASE + 10.0,
+            "metrics": {"cpu": 0.5, "rss_bytes": 2e9, "gpu0_utilisation": 0.25, "x": 1},
+        },
+        {"kind": "loop", "time": BASE + 11.0, "metrics": {"lag_p99_s": 0.004, "lag_max_s": None, "samples": 50}},
+        {"kind": "alert", "time": BASE + 12.0, "name": "collapse", "message": "It fell."},
+        {"kind": "step", "time": BASE + 13.0, "metrics": {"cpu": 1.0}},
         {"kind": "alert", "name": "old", "message": "without a time"},
     ]
-    events = list(trace_events([told("a", 9.0, 12.0)], metrics))
+    events = list(trace_events([told("a", BASE + 9.0, BASE + 12.0)], metrics))
     counters = {event["name"]: event for event in events if event["ph"] == "C"}
     assert counters["CPU, % of the machine"]["args"] == {"all": 50.0}
     assert counters["memory, GB"]["args"] == {"this process": 2.0}
