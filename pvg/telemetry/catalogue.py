@@ -177,7 +177,6 @@ def _prover() -> list[Metric]:
             PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before any clip."
         ),
         *_in(PROVER, "ratio_max", "number", NEITHER, "The largest of these ratios."),
-        *_in(PROVER, "ratio_min", "number", NEITHER, "The smallest of these ratios."),
         *_in(PROVER, "clipped", "share", NEITHER, "Completion tokens whose gradient the clip changed."),
         *_in(PROVER, "reward_mean", "reward", NEITHER, "Mean reward over both roles."),
         *_in(PROVER, "zero_signal", "share", LOWER, "Groups whose rewards are all the same: they have no gradient."),
