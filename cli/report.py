@@ -100,7 +100,13 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
     from cli.output import stdout
     from pvg.reporting import terminal
     from pvg.reporting.page.document import write_page
-    from pvg.reporting.page.several_page import distinct_names, final_metrics, setting_differences, several_page
+    from pvg.reporting.page.several_page import (
+        distinct_names,
+        final_metrics,
+        final_names,
+        setting_differences,
+        several_page,
+    )
     from pvg.reporting.run_summary import read_run
 
     summaries = [read_run(directory) for directory in directories]
@@ -116,7 +122,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         ]
         emit({"runs": found, "settings": differing, "html": _text(page)})
     else:
-        stdout().print(terminal.several(names, summaries, finals, differing))
+        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing))
         _tell(page)
 
 

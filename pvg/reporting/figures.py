@@ -45,6 +45,7 @@ SHOWN: dict[str, Shown] = {
     "accepted_helpful": Shown("helpful accepted", "share", True),
     "verifier_auc": Shown("verifier AUC", "auc", True),
     "verifier_auc_previous": Shown("AUC on previous", "auc", True),
+    "verifier_auc_base": Shown("AUC on base", "auc", True),
     "pair_accuracy": Shown("pair accuracy", "share", True),
     "score_gap": Shown("score gap", "score", True),
     "score_helpful_correct": Shown("score helpful correct", "score"),

@@ -386,12 +386,12 @@ def closing(summary: RunSummary, seconds: float, commands: Mapping[str, str]) ->
 def several(
     names: Sequence[str],
     summaries: Sequence[RunSummary],
+    metrics: Sequence[str],
     finals: Sequence[Mapping[str, float]],
     settings: Mapping[str, Sequence[str]],
 ) -> Group:
-    """Runs side by side: how far each is, what they came to, and in which settings they differ."""
+    """Runs side by side: how far each is, what they came to in `metrics`, and in which settings they differ."""
     parts: list[RenderableType] = [headline(summary) for summary in summaries]
-    metrics = list(dict.fromkeys(name for final in finals for name in final if not name.startswith("base_")))
     if metrics:
         table = _side_by_side("metric", names)
         for name in metrics:

@@ -91,3 +91,78 @@ def played(root: Path, name: str = "first") -> RunDirectory:
     rounds = [{"helpful_accuracy": 0.875, "verifier_auc": 0.9, "fooled_rate": None}]
     commit(run, state("complete", rounds=rounds), {"checkpoint-00000": samples})
     return run
+
+
+def telemetered(root: Path, name: str = "watched") -> RunDirectory:
+    """A run of two prover steps with overlapped work, spans of three tracks, and samples of device and event loop."""
+    run = begin(root, name)
+    overlapped = {"budget": STEP_BUDGET, "busy": {**STEP_BUDGET, "grade": 0.25}}
+    tell(
+        run,
+        *(
+            {**step("train_prover", number, helpful_accuracy=0.5, tokens_per_s=100.0), **overlapped}
+            for number in (1, 2)
+        ),
+        *(
+            {
+                "kind": "device",
+                "time": 1000.0 + 5 * number,
+                "metrics": {
+                    "cpu": 0.5 + 0.1 * number,
+                    "process_cpu": 1.5,
+                    "rss_bytes": 2.0**30 + number,
+                    "memory_used_bytes": 2.0**31,
+                    "memory_total_bytes": 2.0**34,
+                    "gpu0_utilisation": 0.75,
+                    "gpu0_memory_bytes": 2.0**32,
+                    "gpu0_power_w": 300.0,
+                },
+            }
+            for number in range(3)
+        ),
+        *(
+            {
+                "kind": "loop",
+                "time": 1000.0 + 5 * number,
+                "metrics": {
+                    "lag_p50_s": 0.001 * (1 + number),
+                    "lag_p90_s": 0.01,
+                    "lag_p99_s": 0.02,
+                    "lag_max_s": 0.1 * (1 + number),
+                    "samples": 50.0,
+                },
+            }
+            for number in range(3)
+        ),
+        {
+            "kind": "phase",
+            "round": 0,
+            "phase": "train_prover",
+            "seconds": 3.0,
+            "metrics": {},
+            "budget": {"open_models": 0.75, "unaccounted": 0.25},
+        },
+        {
+            "kind": "run",
+            "time": 1010.0,
+            "status": "complete",
+            "seconds": 4.0,
+            "budget": {"rollout": 3.5, "unaccounted": 0.5},
+        },
+    )
+    with JsonLines(run.spans) as lines:
+        for number in (1, 2):
+            at = 1000.0 + number
+            for track, span, start, end, depth in (
+                ("driver", "rollout", 0.0, 0.5, 0),
+                ("driver", "decode", 0.1, 0.4, 1),
+                ("driver", "forward_backward", 0.5, 0.8, 0),
+                ("loop", "grade", 0.2, 0.3, 0),
+                ("loop", "grade", 0.25, 0.45, 0),
+                ("writer", "checkpoint", 0.3, 0.7, 0),
+            ):
+                place = {"round": 0, "phase": "train_prover", "step": number}
+                lines.append(
+                    {"name": span, "start_s": at + start, "end_s": at + end, "depth": depth, "track": track, **place}
+                )
+    return run

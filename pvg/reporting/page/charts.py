@@ -147,27 +147,28 @@ def stacked_chart(
     """One bar per step (place, seconds by part); long runs as the means of neighbouring steps."""
     if not columns:
         return None
-    bars, each = _averaged(columns)
-    parts = in_order({part for _, seconds in bars for part in seconds})
-    tops = [sum(max(0.0, value) for value in seconds.values()) for _, seconds in bars]
+    bars, most = averaged(columns, [band.end for band in x.bands])
+    parts = in_order({part for bar in bars for part in bar.seconds})
+    tops = [sum(max(0.0, value) for value in bar.seconds.values()) for bar in bars]
     y = nice_axis(tops, "seconds", zero=True)
-    width = SPAN / (x.high - x.low) * each
+    step = SPAN / (x.high - x.low)
     below = [0.0] * len(bars)
     drawn = []
     for part in parts:
         path = []
-        for place, (at, seconds) in enumerate(bars):
-            value = max(0.0, seconds.get(part.name, 0.0))
+        for place, bar in enumerate(bars):
+            value = max(0.0, bar.seconds.get(part.name, 0.0))
             if value:
                 top, bottom = y.y(below[place] + value), y.y(below[place])
-                left = x.x(at) - width / 2
+                width = step * bar.count
+                left = x.x(bar.at) - width / 2
                 path.append(f"M{number(left)} {number(bottom)}V{number(top)}h{number(width)}V{number(bottom)}z")
                 below[place] += value
-        points = [(at, seconds.get(part.name, 0.0)) for at, seconds in bars]
+        points = [(bar.at, bar.seconds.get(part.name, 0.0)) for bar in bars]
         drawn.append(tag("path", d="".join(path), class_=f"fill {part.style}", **_told(part.label, part.style, points)))
-    drawn.append(tag("g", **_told("whole step", "total", [(at, top) for (at, _), top in zip(bars, tops, strict=True)])))
+    drawn.append(tag("g", **_told("whole step", "total", [(bar.at, top) for bar, top in zip(bars, tops, strict=True)])))
     keys = [Key(part.label, part.style, shape="box") for part in parts]
-    note = f"Each bar is the mean of {each:.3g} steps." if each > 1 else ""
+    note = f"Each bar is the mean of up to {most} steps." if most > 1 else ""
     bands = ";".join(f"{number(band.start)},{number(band.end)},{band.label}" for band in x.bands)
     return figure(
         title,
@@ -184,22 +185,37 @@ def stacked_chart(
     )
 
 
-def _averaged(
-    columns: Sequence[tuple[float, Mapping[str, float]]],
-) -> tuple[list[tuple[float, dict[str, float]]], float]:
-    """At most MOST_BARS columns, each the mean of equally many neighbours; how many on average."""
-    count = len(columns)
-    if count <= MOST_BARS:
-        return [(at, dict(seconds)) for at, seconds in columns], 1.0
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The mean seconds by part of `count` neighbouring steps around `at`."""
+
+    at: float
+    count: int
+    seconds: dict[str, float]
+
+
+def averaged(columns: Sequence[tuple[float, Mapping[str, float]]], ends: Sequence[float] = ()) -> tuple[list[Bar], int]:
+    """The columns, or of more than MOST_BARS the means of equally many neighbours; and how many those are.
+
+    No mean is taken across one of `ends`, where a round ends, so the last bar before it may be of fewer.
+    """
+    most = -(-len(columns) // MOST_BARS)
+    groups: list[list[tuple[float, Mapping[str, float]]]] = []
+    for place, column in enumerate(columns):
+        before = columns[place - 1][0] if place else 0.0
+        crossed = any(before < end <= column[0] for end in ends)
+        if not place or len(groups[-1]) == most or crossed:
+            groups.append([])
+        groups[-1].append(column)
     bars = []
-    for place in range(MOST_BARS):
-        group = columns[count * place // MOST_BARS : count * (place + 1) // MOST_BARS]
+    for group in groups:
         sums: dict[str, float] = {}
         for _, seconds in group:
             for part, value in seconds.items():
                 sums[part] = sums.get(part, 0.0) + value
-        bars.append((sum(at for at, _ in group) / len(group), {part: s / len(group) for part, s in sums.items()}))
-    return bars, count / MOST_BARS
+        count = len(group)
+        bars.append(Bar(sum(at for at, _ in group) / count, count, {part: s / count for part, s in sums.items()}))
+    return bars, most
 
 
 def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> Html:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from pvg.reporting.page.machine import machine_section, throughput_section
 from pvg.reporting.page.markup import Html, div, span, tag
 from pvg.reporting.page.settings import settings_section
 from pvg.reporting.page.solutions import solutions_section
+from pvg.reporting.page.steps import PROVER
 from pvg.reporting.page.timing import overlap_section, time_section
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.scores import RoundScores, round_scores
@@ -139,6 +141,10 @@ def _tiles(summary: RunSummary) -> Html | None:
         if name not in last:
             since = "last step"
         tiles.append(_tile(shown(name).label, figure(name, value), since, spark(series or by_round, style), style))
+    walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
+    if walls:
+        typical = styled("seconds", statistics.median(walls))
+        tiles.append(_tile("prover step", typical, "median", spark(walls, "ink"), "ink"))
     budget = summary.budget
     if sum(budget.values()) > 0:
         share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pvg.reporting.figures import ABSENT, Style, duration, figure, shown, styled, total_budget
+from pvg.reporting.figures import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
 from pvg.reporting.page.charts import Line, line_chart, stacked_row
 from pvg.reporting.page.document import Section, badge, document, facts, grid
 from pvg.reporting.page.frame import Across, Key, legend, swatch
@@ -177,12 +177,17 @@ def final_metrics(summary: RunSummary) -> dict[str, float]:
     return metrics
 
 
+def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
+    """The metrics of all runs in the order of `SHOWN`, the others behind; those of the base prover are left out."""
+    order = {name: place for place, name in enumerate(SHOWN)}
+    names = dict.fromkeys(name for metrics in finals for name in metrics if not name.startswith("base_"))
+    return sorted(names, key=lambda name: order.get(name, len(order)))
+
+
 def _final(runs: Sequence[Named]) -> Section:
     """Final metrics side by side, each run's difference to the first one below its value."""
     finals = [final_metrics(run.summary) for run in runs]
-    names = [
-        name for name in dict.fromkeys(name for metrics in finals for name in metrics) if not name.startswith("base_")
-    ]
+    names = final_names(finals)
     rows: list[list[Piece]] = []
     for name in names:
         first = finals[0].get(name)
@@ -197,14 +202,14 @@ def _final(runs: Sequence[Named]) -> Section:
     for place, run in enumerate(runs):
         head.append(tag("th", swatch(run.key), " ", run.name))
         if place:
-            head.append(f"− {runs[0].name}")
+            head.append("difference")
     last = sorted({max(run.summary.rounds) for run in runs if run.summary.rounds})
     unequal = "" if len(last) < 2 else " The runs ended in different rounds."
     return Section(
         "final",
         "Final metrics",
         [table(head, rows, "figures")] if rows else [],
-        f"After each run's last finished round.{unequal}",
+        f"After each run's last finished round; differences to {runs[0].name}.{unequal}",
     )
 
 
@@ -215,14 +220,14 @@ def _difference(name: str, value: float | None, first: float | None) -> Html:
     change = value - first
     style = shown(name).style
     if style in ("seconds", "rate") and first:
-        words = f"{100 * change / first:+.1f} %"
+        words, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
     elif style == "share":
-        words = f"{100 * change:+.1f} pp"
+        words, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
     else:
-        words = f"{change:+.3f}" if style == "auc" else f"{change:+.3g}"
+        words, noteworthy = f"{change:+.{3 if style == 'auc' else 2}f}", abs(change) > 0.01
     better = shown(name).higher_is_better
     verdict = None
-    if better is not None and change:
+    if better is not None and noteworthy:
         verdict = "better" if (change > 0) == better else "worse"
     return tag("td", words, class_=verdict or "quiet")
 

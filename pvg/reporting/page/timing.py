@@ -14,6 +14,7 @@ from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
 from pvg.reporting.timeline import Window
 from pvg.telemetry.spans import UNACCOUNTED
 
+NOTEWORTHY = 2e-3  # of the time: less overlap than this needs no columns
 MOST_PHASES = 24  # rows of the chart by phase; of longer games the rounds' phases are summed
 
 
@@ -68,6 +69,8 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
     `busy` is known of the steps (whose exposed time is `steps`); what lies outside of them overlaps with nothing.
     """
     total = sum(budget.values())
+    over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
+    overlapped = sum(over.values()) > NOTEWORTHY * total
     rows: list[list[Piece]] = []
     largest = max(budget.values(), default=0.0)
     for part in in_order({**budget, **busy}):
@@ -78,15 +81,15 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
             styled("seconds", exposed),
             percent(exposed / total),
         ]
-        if busy:
-            hidden = max(0.0, busy.get(part.name, 0.0) - steps.get(part.name, 0.0))
+        if overlapped:
+            hidden = over.get(part.name, 0.0)
             row += [styled("seconds", exposed + hidden), styled("seconds", hidden) if hidden > 1e-4 * total else ""]
         rows.append(row)
     head: list[Piece] = ["part", "", "exposed", "share"]
     sums: list[Piece] = [tag("th", "all"), "", styled("seconds", total), "100 %"]
     note = None
-    if busy:
-        hidden = sum(max(0.0, busy[part] - steps.get(part, 0.0)) for part in busy)
+    if overlapped:
+        hidden = sum(over.values())
         head += ["busy", "hidden"]
         sums += [styled("seconds", total + hidden), styled("seconds", hidden)]
         note = tag(
