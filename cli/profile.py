@@ -146,7 +146,6 @@ def _frames_table(made: Profiled) -> Table:
 
     table = quiet_table()
     table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("own", justify="right", no_wrap=True)
     table.add_column("", style="cyan", no_wrap=True)
     table.add_column("function" if made.frames_from == "py-spy" else "operator", overflow="fold")
     if made.frames_from == "py-spy":
@@ -155,7 +154,7 @@ def _frames_table(made: Profiled) -> Table:
     for frame in made.frames:
         bar = "━" * max(1, round(10 * frame.share / most)) if most > 0 else ""
         place = [Text(frame.place)] if made.frames_from == "py-spy" else []
-        table.add_row(f"{100 * frame.share:.1f} %", f"{frame.own_s:.2f} s", bar, Text(frame.function), *place)
+        table.add_row(f"{100 * frame.share:.1f} %", bar, Text(frame.function), *place)
     return table
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 SHOWN_FRAMES = 10
-LONG_PATH = 32  # characters that fit beside the function in 80 columns
+LONG_PATH = 28  # characters that fit beside the function in 80 columns
 # Innermost frames of a thread that waits for work: py-spy cannot always tell that it sleeps. File and function.
 WAITING = frozenset(
     {
@@ -45,12 +45,13 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """`file:line`; of a long path the package and the last two parts."""
+        """`file:line`; of a long path the package and the file."""
         if not self.file:
             return ""
         package, *rest = self.file.split("/")
-        long = len(self.file) > LONG_PATH and len(rest) > 2
-        return f"{'/'.join([package, '…', *rest[-2:]]) if long else self.file}:{self.line}"
+        long = len(self.file) > LONG_PATH and len(rest) > 1
+        file = f"{package}/…/{rest[-1]}" if long else self.file
+        return f"{file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
