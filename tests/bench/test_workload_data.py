@@ -19,6 +19,7 @@ from pvg.bench.workloads import data
 from pvg.bench.workloads.data_child import EagerLoader, Order, StreamLoader, memory_of
 from pvg.bench.workloads.data_store import StoreShape, write_pairs, write_store
 from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.store.shards import ShardInfo
 
 PROFILE = "profiles/data.toml"
 TINY = ("workload.pairs=[40,160]", "workload.tokens=32", "workload.batches=3", "workload.batch_pairs=8")
@@ -38,10 +39,20 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def store(directory: Path, shape: StoreShape, sizes: list[int]) -> dict[int, list[ShardInfo]]:
+    """What `write_store` wrote, by size: a size has its own shards and those of all smaller ones."""
+    written = list(write_store(directory, shape, sizes))
+    return {size: [info for smallest, info in written if smallest <= size] for size in sizes}
+
+
+def jsonl(path: Path, shape: StoreShape, pairs: int) -> int:
+    return list(write_pairs(path, shape, pairs))[-1]
+
+
 def test_the_store_is_a_function_of_shape_and_seed_and_a_size_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
-    first = write_store(tmp_path / "a", SHAPE, [20, 100])
-    again = write_store(tmp_path / "b", SHAPE, [20, 100])
-    other = write_store(tmp_path / "c", StoreShape(4, 32, seed=6), [20, 100])
+    first = store(tmp_path / "a", SHAPE, [20, 100])
+    again = store(tmp_path / "b", SHAPE, [20, 100])
+    other = store(tmp_path / "c", StoreShape(4, 32, seed=6), [20, 100])
     assert first == again
     assert first[100][0].checksum != other[100][0].checksum
     assert first[100][: len(first[20])] == first[20]
@@ -52,16 +63,16 @@ def test_the_store_is_a_function_of_shape_and_seed_and_a_size_is_the_beginning_o
 
 def test_the_estimates_of_space_cover_what_is_written(tmp_path: Path) -> None:
     shape = StoreShape(solutions=8, tokens=450, seed=0)
-    written = sum(info.bytes for info in write_store(tmp_path, shape, [1600])[1600])
+    written = sum(info.bytes for info in store(tmp_path, shape, [1600])[1600])
     assert 0.7 * shape.stored_bytes(1600) < written < shape.stored_bytes(1600)
-    lines = write_pairs(tmp_path / "pairs.jsonl", shape, 1600)
+    lines = jsonl(tmp_path / "pairs.jsonl", shape, 1600)
     assert lines == (tmp_path / "pairs.jsonl").stat().st_size
     assert 0.7 * shape.jsonl_bytes(1600) < lines < shape.jsonl_bytes(1600)
 
 
 def test_both_loaders_read_the_same_pairs_a_right_solution_before_a_wrong_one(tmp_path: Path) -> None:
-    infos = write_store(tmp_path, SHAPE, [40])[40]
-    write_pairs(tmp_path / "pairs.jsonl", SHAPE, 40)
+    infos = store(tmp_path, SHAPE, [40])[40]
+    jsonl(tmp_path / "pairs.jsonl", SHAPE, 40)
     eager = EagerLoader(tmp_path / "pairs.jsonl", seed=1)
     stream = StreamLoader(tmp_path, [info.plain() for info in infos], seed=1)
     everything = eager.batch(0, 40)
@@ -92,7 +103,7 @@ def test_a_sample_measures_every_size_in_a_process_of_its_own(loader: str, tempo
 
 
 def test_the_same_order_reads_the_same_characters(tmp_path: Path) -> None:
-    infos = write_store(tmp_path, SHAPE, [40])[40]
+    infos = store(tmp_path, SHAPE, [40])[40]
 
     async def characters(seed: int) -> float:
         return (await data.load_in_child(order(tmp_path, infos, seed)))["characters"]
@@ -204,6 +215,24 @@ def test_a_child_that_is_killed_or_fails_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "executable", str(suicide))
     with pytest.raises(MissingRequirementError, match="signal 9"):
         asyncio.run(data.load_in_child(order(tmp_path, [], 0)))
+
+
+def test_ctrl_c_while_the_store_is_written_leaves_nothing_behind(temporary: Path) -> None:
+    def shards() -> int:
+        return len(list(temporary.glob("*/rollouts/*/*.arrow")))
+
+    async def play() -> int:
+        opening = asyncio.create_task(make("workload.pairs=[100_000]").open())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        written = shards()
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        return written
+
+    assert 0 < asyncio.run(play()) < 10  # of about 12
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(("size", "name"), [(5_000, "5k"), (500_000, "500k"), (2_000_000, "2m"), (1_234, "1234")])

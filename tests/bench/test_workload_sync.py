@@ -16,7 +16,7 @@ from pvg.bench.runner import run_variant
 from pvg.bench.workloads import sync
 from pvg.bench.workloads.sync import Streams, SyncWorkload, Update
 from pvg.errors import ConfigurationError
-from pvg.rollout.engine import Completion, Engine, GenerationRequest
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
 from pvg.weights import SyncTiming, WeightUpdate
 from pvg.weights.publisher import Publisher
 
@@ -58,6 +58,10 @@ class CountingEngine:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
 
     @property
     def max_in_flight(self) -> int:

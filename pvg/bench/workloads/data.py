@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,21 +85,30 @@ class DataWorkload:
             raise MissingRequirementError("The data benchmark reads a process's memory from /proc.", "Run it on Linux.")
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-data-"))
-            await asyncio.to_thread(self._write, Path(folder))
+            for _ in self._write(Path(folder)):
+                await asyncio.sleep(0)  # where Ctrl-C ends it
             self._stack = stack.pop_all()
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path) -> Iterator[None]:
+        """Writes what the loader needs, piece by piece."""
         settings, shape = self._settings, self._shape
         self._directory = folder
         elsewhere = f"{FEWER}, or set TMPDIR to a folder of another disk."
         if settings.loader == "stream":
             check_free_space(folder, shape.stored_bytes(settings.pairs[-1]), elsewhere)
-            self._shards = write_store(folder, shape, settings.pairs)
+            self._shards = {size: [] for size in settings.pairs}
+            for smallest, info in write_store(folder, shape, settings.pairs):
+                for size in settings.pairs[settings.pairs.index(smallest) :]:
+                    self._shards[size].append(info)
+                yield
             self._bytes = {size: sum(info.bytes for info in infos) for size, infos in self._shards.items()}
         else:
             self._check_memory(shape.jsonl_bytes(settings.pairs[-1]))
             check_free_space(folder, sum(map(shape.jsonl_bytes, settings.pairs)), elsewhere)
-            self._bytes = {size: write_pairs(self._jsonl(size), shape, size) for size in settings.pairs}
+            for size in settings.pairs:
+                for written in write_pairs(self._jsonl(size), shape, size):
+                    self._bytes[size] = written
+                    yield
 
     def work(self) -> dict[str, Any]:
         settings = self._settings
@@ -138,7 +147,7 @@ class DataWorkload:
         return found
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._stack.close)
+        self._stack.close()
 
     def _order(self, size: int) -> Order:
         return {
@@ -258,8 +267,9 @@ class PrivatePeak:
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
 
     async def _watch(self) -> None:
         while "RssAnon" in (memory := _memory_if_alive(self._pid)):

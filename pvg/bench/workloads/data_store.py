@@ -67,7 +67,7 @@ def check_free_space(folder: Path, needed: int, remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise MissingRequirementError(
-            f"The data benchmark writes about {needed / 1e9:.2f} GB into {folder}, which has {free / 1e9:.2f} GB free.",
+            f"The benchmark writes about {needed / 1e9:.2f} GB into {folder}, which has {free / 1e9:.2f} GB free.",
             remedy,
         )
 
@@ -119,34 +119,31 @@ class SolutionPool:
         return self._text[start * CHARACTERS_PER_TOKEN : (start + tokens) * CHARACTERS_PER_TOKEN]
 
 
-def write_store(directory: Path, shape: StoreShape, sizes: Sequence[int]) -> dict[int, list[ShardInfo]]:
-    """Write the rollouts of the largest size; returns for each size (in pairs) the shards that form it.
+def write_store(directory: Path, shape: StoreShape, sizes: Sequence[int]) -> Iterator[tuple[int, ShardInfo]]:
+    """Write the rollouts of the largest size (in pairs), one shard at a time.
 
-    A smaller size is the first shards of a larger one: shards end where a size does.
+    Yields each shard with the smallest size that it belongs to: a size's rollouts are its own shards and those of all
+    smaller sizes.
     """
     pool, shards = SolutionPool(shape), RolloutShards(directory)
-    ends = {size: shape.problems_for(size) for size in sizes}
-    written: list[ShardInfo] = []
-    found: dict[int, list[ShardInfo]] = {}
     per_shard = max(1, ROWS_PER_SHARD // shape.solutions)
-    problem = 0
-    for size in sorted(ends):
-        while problem < ends[size]:
-            stop = min(problem + per_shard, ends[size])
+    problem = count = 0
+    for size in sorted(sizes):
+        end = shape.problems_for(size)
+        while problem < end:
+            stop = min(problem + per_shard, end)
             rollouts = [rollout for number in range(problem, stop) for rollout in pool.rollouts(number)]
-            written.append(shards.write(0, f"mint-{len(written):05d}", rollouts))
-            problem = stop
-        found[size] = list(written)
-    return found
+            yield size, shards.write(0, f"mint-{count:05d}", rollouts)
+            problem, count = stop, count + 1
 
 
-def write_pairs(path: Path, shape: StoreShape, pairs: int) -> int:
-    """Write every pair of the store of that size as one JSON object per line; returns the bytes written."""
+def write_pairs(path: Path, shape: StoreShape, pairs: int) -> Iterator[int]:
+    """Write every pair of the store of that size as one JSON object per line; yields the bytes written so far."""
     pool = SolutionPool(shape)
     with open(path, "w", encoding="utf-8") as file:
         for problem in range(shape.problems_for(pairs)):
             file.writelines(json.dumps(pair) + "\n" for pair in _pairs_of(pool.rollouts(problem)))
-        return file.tell()
+            yield file.tell()
 
 
 def _pairs_of(rollouts: Sequence[Rollout]) -> Iterator[dict[str, str]]:

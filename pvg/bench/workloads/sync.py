@@ -25,6 +25,7 @@ import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads.fixtures import digest_of, model_facts
 from pvg.errors import ConfigurationError
 from pvg.experiment import Count, Experiment, Section
 from pvg.game.players import Players
@@ -101,11 +102,9 @@ async def open_target(experiment: Experiment, settings: Settings) -> Target:
         raise
     tensors = players.base.weights()
     facts = {
-        "engine": experiment.rollout.engine,
-        "model": players.base.name,
-        "parameters": players.base.num_parameters,
+        **model_facts(players.base),
         "weights_mb": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 3),
-        "prompt_tokens": sum(len(prompt) for prompt in prompts),
+        "prompts": digest_of(prompts),
     }
     return Target(players.engine, players.publisher, tensors, prompts, facts, players.close)
 
