@@ -152,7 +152,7 @@ def _frames_table(made: Profiled) -> Table:
         table.add_column("file:line", style="bright_black", overflow="fold")
     most = max(frame.share for frame in made.frames)
     for frame in made.frames:
-        bar = "━" * max(1, round(10 * frame.share / most)) if most > 0 else ""
+        bar = "━" * max(1, round(4 * frame.share / most)) if most > 0 else ""
         place = [Text(frame.place)] if made.frames_from == "py-spy" else []
         table.add_row(f"{100 * frame.share:.1f} %", bar, Text(frame.function), *place)
     return table
