@@ -59,9 +59,9 @@ class Settings(Section):
     turns of the loss with and without the penalty. `seed` chooses the problems and what the prover samples."""
 
     solutions: Count = 512
-    warm_passes: Count = 8
-    steps: Count = 16
-    penalty_turns: Count = 8
+    warm_passes: Count = 4
+    steps: Count = 8
+    penalty_turns: Count = 6
     seed: int = 0
 
 
