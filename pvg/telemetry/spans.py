@@ -104,6 +104,7 @@ class _Open:
         "token",
         "tracer",
         "track",
+        "where",
     )
 
     track: _Track
@@ -119,6 +120,7 @@ class _Open:
         self.end: float | None = None
         self.counted_s = 0.0  # busy seconds that earlier steps have counted
         self.marks = marks
+        self.where = ""  # the thread that works on somebody else's track
 
     def __enter__(self) -> None:
         tracer = self.tracer
@@ -259,6 +261,8 @@ class Tracer:
             return
         # The owner itself, or a thread (or callback) that it handed its context to and, as far as we know, waits for.
         opened.track, opened.anchor = track, parent.anchor
+        if owner != track.owner:
+            opened.where = _track_name()
         if opened.foreign:
             self._running[id(opened)] = opened
 
@@ -269,7 +273,7 @@ class Tracer:
         if not strays:
             return
         del stack[-len(strays) :]
-        track = _Track(None, _track_name(), strays)
+        track = _Track(None, strays[0].where or opened.track.name, strays)
         for stray in strays:
             stray.anchor = opened.anchor if opened.foreign else opened
             stray.track = track

@@ -186,13 +186,18 @@ def test_a_thread_that_outlives_the_span_it_was_started_in_held_nobody_up(clock,
             first = tracer.close_step()
             go_on.set()
             await future
-            return first, tracer.close_step()
+            return first, tracer.close_step(), tracer.take_spans()
 
-    first, second = asyncio.run(main())
+    first, second, spans = asyncio.run(main())
     assert without_zeros(first.exposed) == {"background": 1, "own": 2}
     assert without_zeros(first.busy) == {"background": 3, "own": 2}
     assert without_zeros(second.exposed) == {UNACCOUNTED: 7}
     assert without_zeros(second.busy) == {UNACCOUNTED: 7, "background": 7}
+    assert {s.name: s.track.split("_")[0] for s in spans} == {
+        "start": "driver",
+        "own": "driver",
+        "background": "worker",
+    }
 
 
 # --- tasks beside the driver -----------------------------------------------------------------------------------------
