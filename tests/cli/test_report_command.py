@@ -1,0 +1,146 @@
+"""`pvg report` as a user calls it: where the page lands, what is refused, and the one JSON document."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from calling import pvg, pvg_process
+from run_samples import begin, played, telemetered
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
+from bench_samples import ladder, one
+from page_checks import check
+
+from pvg.bench.report import write_report
+
+
+def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None:
+    run = played(Path("runs"))
+    called = pvg("report", "first")
+    assert called.code == 0
+    assert "The page: runs/first/report.html" in called.err
+    assert "87.5 %" in check(run.report.read_text()).text
+    assert [path.name for path in Path().iterdir()] == ["runs"]
+    assert not list(run.path.glob(".tmp-*"))
+
+
+def test_the_page_elsewhere_or_not_at_all() -> None:
+    run = played(Path("runs"))
+    assert pvg("report", "first", "--html", "mine.html").code == 0
+    check(Path("mine.html").read_text())
+    called = pvg("report", "first", "--no-html")
+    assert called.code == 0
+    assert "The page" not in called.err
+    assert not run.report.exists()
+
+
+def test_json_of_a_run_tells_budget_device_and_loop() -> None:
+    telemetered(Path("runs"))
+    document = pvg("report", "watched", "--json").document
+    assert document["html"] == "runs/watched/report.html"
+    assert document["budget"]["rollout"] == pytest.approx(1.0)
+    assert document["busy"]["grade"] == document["hidden"]["grade"] == pytest.approx(0.5)
+    assert document["device"]["cpu"] == pytest.approx({"mean": 0.6, "min": 0.5, "max": 0.7, "last": 0.7})
+    assert document["loop"] == pytest.approx(
+        {"worst_p90_s": 0.01, "worst_p99_s": 0.02, "worst_max_s": 0.3, "median_p50_s": 0.002, "samples": 150.0}
+    )
+    assert document["processes"] == [
+        {"status": "complete", "seconds": 4.0, "budget": {"rollout": 3.5, "unaccounted": 0.5}}
+    ]
+
+
+def test_the_terminal_tells_overlap_device_and_lag() -> None:
+    telemetered(Path("runs"))
+    lines = [line.split() for line in pvg("report", "watched", "--no-html").out.splitlines()]
+    assert ["grade", "500", "ms", "0", "s", "500", "ms"] in lines
+    text = " ".join(word for line in lines for word in line)
+    assert "device processors 60%, resident memory at most 1 GiB, GPU 0 75%" in text
+    assert "loop lag typically 2 ms, worst p90 10 ms, p99 20 ms, longest 300 ms" in text
+
+
+def test_several_runs_share_a_page_in_the_current_folder() -> None:
+    played(Path("runs"))
+    begin(Path("runs"), "second", seed=9)
+    called = pvg("report", "first", "second")
+    assert called.code == 0
+    assert "seed" in called.out
+    assert "2 runs" in check(Path("report.html").read_text()).text
+    document = pvg("report", "first", "second", "--json").document
+    assert document["settings"] == {"seed": ["0", "9"]}
+    assert [run["name"] for run in document["runs"]] == ["first", "second"]
+    assert document["runs"][0]["final"]["helpful_accuracy"] == 0.875
+
+
+def test_benchmark_reports_have_a_page() -> None:
+    write_report(Path("a.json"), one())
+    write_report(Path("b.json"), ladder())
+    called = pvg("report", "a.json", "b.json")
+    assert called.code == 0
+    assert "tokens_per_s" in called.out
+    check(Path("report.html").read_text())
+    document = pvg("report", "a.json", "--json", "--no-html").document
+    assert document["reports"][0]["profile"] == "rollout"
+    assert document["html"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("first", "a.json"), "cannot be shown together"),
+        (("first", "first"), "named twice"),
+        (("first", "runs/first"), "named twice"),
+        (("first", "--html", "x.html", "--no-html"), "contradict"),
+        (("gone.json",), "no report gone.json"),
+        (("runs/first/metrics.jsonl",), "metrics.jsonl"),
+        (("firts",), "Did you mean 'first'?"),
+        ((), "Missing argument"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    played(Path("runs"))
+    write_report(Path("a.json"), one())
+    called = pvg("report", *arguments)
+    assert called.code == 2
+    assert said in called.err
+    assert not list(Path().rglob("*.html"))
+
+
+def test_a_page_that_cannot_be_written_says_what_to_do() -> None:
+    played(Path("runs"))
+    for place in ("no/such/folder/x.html", "runs"):
+        called = pvg("report", "first", "--html", place)
+        assert called.code == 3
+        assert "--no-html" in called.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_of_somebody_else_is_reported_with_no_html() -> None:
+    run = played(Path("runs"))
+    run.path.chmod(0o555)
+    assert pvg("report", "first").code == 3
+    assert pvg("report", "first", "--no-html").code == 0
+    run.path.chmod(0o755)
+
+
+def test_a_report_needs_neither_torch_nor_transformers() -> None:
+    played(Path("runs"))
+    write_report(Path("a.json"), one())
+    code = (
+        "import sys; from cli.main import app\n"
+        "for target in ('first', 'a.json'):\n"
+        "    app(['report', target, '--json'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_report_is_printed_where_the_terminal_knows_no_unicode() -> None:
+    played(Path("runs"))
+    called = pvg_process("report", "first", env={**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    assert called.code == 0
+    assert "87.5 %" in called.out

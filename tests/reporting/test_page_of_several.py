@@ -1,0 +1,97 @@
+"""Several runs beside each other: overlaid curves, differing settings, final metrics with their differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from page_checks import check
+from run_samples import begin, commit, played, state, step, tell
+
+from pvg.experiment import Training
+from pvg.reporting.page.several_page import (
+    distinct_names,
+    final_metrics,
+    final_names,
+    setting_differences,
+    several_page,
+)
+from pvg.reporting.run_summary import read_run
+from pvg.store.run_directory import RunDirectory
+
+
+def other(root: Path, name: str = "other") -> RunDirectory:
+    """Two rounds, other settings."""
+    run = begin(root, name, seed=7, training=Training(learning_rate=0.5))
+    for round_ in range(2):
+        tell(
+            run,
+            *(
+                step("train_prover", n, round_=round_, helpful_accuracy=0.1 * n, tokens_per_s=10.0 * n)
+                for n in (1, 2, 3)
+            ),
+            {"kind": "round", "round": round_, "metrics": {"helpful_accuracy": 0.5 + round_ / 10, "verifier_auc": 0.8}},
+        )
+    commit(run, state("complete"))
+    return run
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    runs = [played(tmp_path), other(tmp_path)]
+    page = check(several_page(runs, [read_run(run) for run in runs]))
+    assert {"rounds", "learning", "final", "time", "settings"} <= page.anchors()
+    assert "2 runs" in page.text
+    assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
+    assert "training.learning_rate 0.0001 0.5" in page.text
+    assert "The runs ended in different rounds." in page.text
+    drawn = [a for _, a in page.tags if "data-ys" in a]
+    assert {a["data-name"] for a in drawn} == {"first", "other"}
+
+
+def test_a_step_stands_at_the_same_place_in_every_run(tmp_path: Path) -> None:
+    """Round 1 begins for all runs behind the longest round 0."""
+    runs = [other(tmp_path, "a"), begin(tmp_path, "b")]
+    tell(
+        runs[1], step("train_prover", 5, helpful_accuracy=0.9), step("train_prover", 1, round_=1, helpful_accuracy=0.9)
+    )
+    page = check(several_page(runs, [read_run(run) for run in runs]))
+    places = {
+        str(a["data-name"]): a["data-xs"]
+        for _, a in page.tags
+        if a.get("data-name") in ("a", "b") and str(a.get("data-ys", "")).endswith(("0.3", "0.9"))
+    }
+    assert places == {"a": "1,2,3,6,7,8", "b": "5,6"}
+
+
+def test_only_settings_in_which_two_runs_differ() -> None:
+    plains: list[dict[str, object]] = [
+        {"a": {"x": 1, "y": 2}, "b": "s"},
+        {"a": {"x": 1, "y": 3}},
+        {"a": {"x": 1, "y": 2}},
+    ]
+    assert setting_differences(plains) == {"a.y": ["2", "3", "2"], "b": ['"s"', "unset", "unset"]}
+
+
+def test_final_metrics_are_those_of_the_last_round_and_medians_of_rates(tmp_path: Path) -> None:
+    final = final_metrics(read_run(other(tmp_path)))
+    assert final["helpful_accuracy"] == pytest.approx(0.6)
+    assert final["tokens_per_s"] == pytest.approx(20.0)
+    assert final["prover_step_s"] == pytest.approx(1.0)
+    assert final_names(
+        [{"zebra": 1.0, "tokens_per_s": 1.0}, {"helpful_accuracy": 1.0, "base_helpful_accuracy": 1.0}]
+    ) == [
+        "helpful_accuracy",
+        "tokens_per_s",
+        "zebra",
+    ]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [begin(tmp_path / "x", "same"), begin(tmp_path / "y", "same"), begin(tmp_path, "own")]
+    assert distinct_names(runs) == [str(runs[0].path), str(runs[1].path), "own"]
+
+
+def test_runs_that_have_not_begun(tmp_path: Path) -> None:
+    runs = [begin(tmp_path, "a"), begin(tmp_path, "b")]
+    page = check(several_page(runs, [read_run(run) for run in runs]))
+    assert "All settings are the same." in page.text
