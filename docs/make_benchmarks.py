@@ -1,0 +1,225 @@
+"""Writes docs/benchmarks.md from the benchmark reports in docs/benchmarks/.
+
+    pvg bench --profile rollout --out docs/benchmarks/rollout.json     # makes a report; any file name
+    python docs/make_benchmarks.py                                     # writes the page
+    python docs/make_benchmarks.py --check                             # exit 1 when the page is not what they give
+
+Figures of other systems stand beside ours only where the work is the same (reference_figures.py); the page says in
+words why it is not where it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from reference_figures import reference_lines
+
+from cli.bench_tables import number
+from cli.compare_table import interval, markdown_rows
+from pvg.bench.gains import Gain, gains, headline_of
+from pvg.bench.report import BenchReport, Environment, Samples, Variant, read_report
+from pvg.bench.statistics import RatioInterval, median
+from pvg.errors import PvgError, UsageError
+
+HERE = Path(__file__).parent
+ORDER = ("rollout", "trainer", "e2e", "verifier", "data", "sync", "loop", "telemetry")
+KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order in which a profile's reports stand
+SHOWN_PARTS = 6  # of a time budget
+LEAST_PART = 0.01
+
+
+# --- one report ------------------------------------------------------------------------------------------------------
+
+
+def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
+    """`machine`: of this report, where the page does not name one for all."""
+    yield f"### {title(report)}"
+    yield ""
+    yield "    " + report.command
+    yield ""
+    turns = " taken in turn" if report.config.get("interleave") else ""
+    yield f"{report.warmup} + {report.repeats} samples{turns}, {report.created[:10]}, {code(report.environment)}." + (
+        f" {machine}" if machine else ""
+    )
+    yield ""
+    if report.kind == "bench":
+        yield from measure_lines(report.variants[0])
+    elif report.kind == "ablation":
+        yield from ladder_lines(report)
+    else:
+        yield from sweep_lines(report)
+    yield ""
+
+
+def title(report: BenchReport) -> str:
+    if report.kind == "bench":
+        return "Measures"
+    if report.kind == "ablation":
+        return "What each switch bought"
+    return f"By {report.variants[0].label.partition('=')[0]}"
+
+
+def measure_lines(variant: Variant) -> Iterator[str]:
+    yield from markdown_rows(
+        ("measure", "median", "lowest – highest", "unit", "better"),
+        "lrrll",
+        [
+            (name, *figures(samples), "" if samples.unit == "1" else samples.unit, samples.better)
+            for name, samples in variant.samples.items()
+        ],
+    )
+    if variant.budget is not None and variant.budget.wall_s > 0:
+        shares = {part: seconds / variant.budget.wall_s for part, seconds in variant.budget.exposed.items()}
+        largest = sorted(shares.items(), key=lambda entry: -entry[1])[:SHOWN_PARTS]
+        parts = [
+            f"{part.replace('_', ' ')} {100 * value:.0f} %"
+            for part, value in largest
+            if value >= LEAST_PART and part != "unaccounted"
+        ]
+        unaccounted = f"{100 * shares.get('unaccounted', 0.0):.1f} %"
+        yield ""
+        yield f"Where the time went: {', '.join(parts)}; unaccounted: {unaccounted}."
+    if variant.derived:
+        yield ""
+        yield from markdown_rows(
+            ("derived", "value"), "lr", [(name, number(value)) for name, value in variant.derived.items()]
+        )
+
+
+def figures(samples: Samples) -> tuple[str, str]:
+    """The median, and the range."""
+    return number(median(samples.values)), f"{number(min(samples.values))} – {number(max(samples.values))}"
+
+
+def ladder_lines(report: BenchReport) -> Iterator[str]:
+    headline = headline_of(report)
+    yield f"All switches slow, then one after the other fast. The figure is `{headline}`{unit_of(report, headline)}."
+    yield ""
+    rows = [
+        (
+            f"`{gain.variant.label}`" if gain.step or place else gain.variant.label,
+            gain.says,
+            headline_figure(gain, headline),
+            bought(gain.step),
+            bought(gain.whole),
+        )
+        for place, gain in enumerate(gains(report))
+    ]
+    yield from markdown_rows(("switch", "what it does", "median", "it bought", "in all"), "llrrr", rows)
+
+
+def sweep_lines(report: BenchReport) -> Iterator[str]:
+    headline = headline_of(report)
+    others = [name for name in report.variants[0].samples if name != headline]
+    yield f"`{headline}`{unit_of(report, headline)} against the first value, then medians of the other measures."
+    yield ""
+    rows = [
+        (
+            gain.variant.label.partition("=")[2] or gain.variant.label,
+            headline_figure(gain, headline),
+            bought(gain.whole),
+            *(
+                number(median(gain.variant.samples[name].values)) if name in gain.variant.samples else ""
+                for name in others
+            ),
+        )
+        for gain in gains(report)
+    ]
+    header = (title(report).removeprefix("By "), headline, "against the first", *others)
+    yield from markdown_rows(header, "l" + "r" * (len(header) - 1), rows)
+
+
+def unit_of(report: BenchReport, metric: str) -> str:
+    samples = report.variants[0].samples[metric]
+    unit = "" if samples.unit == "1" else f" in {samples.unit}"
+    return f"{unit} ({samples.better} is better)"
+
+
+def headline_figure(gain: Gain, headline: str) -> str:
+    return number(median(gain.variant.samples[headline].values))
+
+
+def bought(ratio: RatioInterval | None) -> str:
+    return "" if ratio is None else f"{ratio.ratio:.2f}x ({interval(ratio)})"
+
+
+def code(environment: Environment) -> str:
+    commit = (environment.git_commit or "unknown commit")[:10]
+    return f"pvg {environment.pvg} ({commit}{', with uncommitted changes' if environment.git_dirty else ''})"
+
+
+def machine_of(environment: Environment) -> str:
+    parts = [environment.cpu, f"{environment.cores} cores", f"{environment.memory_gb:g} GB of memory"]
+    if environment.gpu:
+        parts.append(f"{environment.gpu} (driver {environment.driver})")
+    packages = {"torch": environment.torch, "transformers": environment.transformers, "vLLM": environment.vllm}
+    versions = [f"Python {environment.python}", *(f"{name} {found}" for name, found in packages.items() if found)]
+    return f"{', '.join(parts)}; {', '.join(versions)}; {environment.event_loop}."
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(reports: Sequence[BenchReport], template: str) -> str:
+    """The whole page. Raises UsageError for a report of a failed benchmark."""
+    for report in reports:
+        if report.status != "ok":
+            raise UsageError(f"The report of {report.command!r} failed: {report.reason}", "Repeat it, or remove it.")
+    machines = {machine_of(report.environment) for report in reports}
+    same = machines.pop() if len(machines) == 1 else None
+    if not reports:
+        profiles, machine = "There are no reports yet.\n", "No machine yet."
+    else:
+        machine = same or "The machines differ; each stands at its report."
+        profiles = "\n".join(line for name in in_order(reports) for line in profile_lines(reports, name, same is None))
+    return template.format(
+        machine=machine, profiles=profiles.rstrip("\n"), references="\n".join(reference_lines(reports)).rstrip("\n")
+    )
+
+
+def in_order(reports: Sequence[BenchReport]) -> list[str]:
+    names = {report.profile for report in reports}
+    return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
+
+
+def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool) -> Iterator[str]:
+    chosen = sorted((report for report in reports if report.profile == name), key=lambda report: KINDS[report.kind])
+    about = str(chosen[0].config["profile"]["about"])
+    yield f"## {name}"
+    yield ""
+    yield f"{about[0].upper()}{about[1:]}."
+    yield ""
+    for report in chosen:
+        yield from report_lines(report, machine_of(report.environment) if with_machine else None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reports", type=Path, default=HERE / "benchmarks", help="the folder with the reports")
+    parser.add_argument("--out", type=Path, default=HERE / "benchmarks.md", help="the page")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is another")
+    options = parser.parse_args()
+    try:
+        reports = [read_report(path) for path in sorted(options.reports.glob("*.json"))]
+        made = page(reports, (HERE / "benchmarks.template.md").read_text(encoding="utf-8"))
+    except PvgError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if not options.check:
+        options.out.write_text(made, encoding="utf-8")
+        print(f"{options.out}: {len(reports)} reports")
+        return 0
+    found = options.out.read_text(encoding="utf-8") if options.out.is_file() else ""
+    if found == made:
+        return 0
+    sys.stderr.writelines(difflib.unified_diff(found.splitlines(True), made.splitlines(True), "page", "reports", n=1))
+    print(f"{options.out} is not what the reports give. Write it with: python docs/make_benchmarks.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

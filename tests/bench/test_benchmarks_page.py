@@ -1,0 +1,187 @@
+"""docs/benchmarks.md is what the committed reports give, and other systems stand beside ours for the same work only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCRIPT = DOCS / "make_benchmarks.py"
+sys.path.insert(0, str(DOCS))
+
+from reference_figures import reference_lines  # noqa: E402
+
+
+def made(reports: Path, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, the page, stderr) of the script, for the reports of a folder."""
+    out = reports / "page.md"
+    command = [sys.executable, str(SCRIPT), "--reports", str(reports), "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, out.read_text() if out.exists() else "", done.stderr
+
+
+def test_the_page_in_the_repository_is_what_its_reports_give() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_page_without_reports_says_so(tmp_path: Path) -> None:
+    code, page, _ = made(tmp_path)
+    assert code == 0
+    assert "There are no reports yet." in page
+    assert "**500k preference pairs (1.9 GB of JSONL) up to the first batch**: 13.1 s" in page
+    assert "There is no report of the profile `data` yet." in page
+
+
+LADDER = {
+    **PROFILE,
+    "ladder": [{"switch": "rollout.max_rows", "slow": 8, "fast": 256, "says": "decoded together"}],
+}
+
+
+def write_three(folder: Path) -> None:
+    fast, slow = [100.0, 101.0, 99.0, 100.5, 99.5], [50.0, 50.5, 49.5, 50.25, 49.75]
+    ran = variant(
+        {"wall_s": lower([0.5, 0.4, 0.6]), "tokens_per_s": higher([90.0, 100.0, 110.0])}, derived={"share": 0.25}
+    )
+    saved(made_report(ran), folder / "z.json")
+    saved(
+        made_report(
+            variant({"tokens_per_s": higher(slow)}, "all slow"),
+            variant({"tokens_per_s": higher(fast)}, "rollout.max_rows=256"),
+            kind="ablation",
+            config={"profile": LADDER, "experiment": {}, "interleave": True},
+            command="pvg bench --profile rollout --ablate",
+        ),
+        folder / "a.json",
+    )
+    saved(
+        made_report(
+            *[variant({"tokens_per_s": higher(values), "wall_s": lower(values)}, f"rollout.max_rows={rows}")
+              for rows, values in ((8, slow), (256, fast))],
+            command="pvg bench --profile rollout --sweep rollout.max_rows=8,256",
+        ),
+        folder / "s.json",
+    )  # fmt: skip
+
+
+def test_measures_ladder_and_sweep(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    code, page, _ = made(tmp_path)
+    assert code == 0
+    assert (
+        page.index("### Measures") < page.index("### What each switch bought") < page.index("### By rollout.max_rows")
+    )
+    assert "Tokens per second.\n" in page
+    assert "    pvg bench --profile rollout --ablate\n" in page
+    assert "| tokens_per_s | 100 | 90 – 110 | tokens/s | higher |" in page
+    assert "| share | 0.25 |" in page
+    assert "Where the time went: decode 100 %; unaccounted: 0.0 %." in page
+    assert "| all slow |  | 50 |  |  |" in page
+    (rung,) = [
+        line for line in page.splitlines() if line.startswith("| `rollout.max_rows=256` | decoded together | 100 |")
+    ]
+    assert rung.count("2.00x (1.9") == 2
+    assert "samples taken in turn, 2026-11-21, pvg 0.1.0 (0123456789)." in page
+    assert any(line.startswith("| 256 | 100 | 2.00x (1.9") and line.endswith("| 100 |") for line in page.splitlines())
+    assert page.count("A CPU, 2 cores") == 1
+
+
+def test_machines_that_differ_are_named_at_each_report(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    other = ENVIRONMENT.model_copy(update={"gpu": "H200", "driver": "580", "cores": 16, "git_dirty": True})
+    ran = variant({"wall_s": lower([1.0] * 5)})
+    saved(made_report(ran, environment=other, config={"profile": PROFILE, "experiment": {}}), tmp_path / "gpu.json")
+    page = made(tmp_path)[1]
+    assert "The machines differ" in page
+    assert page.count("A CPU, 2 cores, 8 GB of memory; Python") == 3
+    assert "A CPU, 16 cores, 8 GB of memory, H200 (driver 580)" in page
+    assert "(0123456789, with uncommitted changes)" in page
+
+
+def test_check_fails_when_the_page_is_another_one(tmp_path: Path) -> None:
+    write_three(tmp_path)
+    code, page, err = made(tmp_path, "--check")
+    assert (code, page) == (1, "")
+    assert "python docs/make_benchmarks.py" in err
+    made(tmp_path)
+    assert made(tmp_path, "--check")[0] == 0
+    (tmp_path / "page.md").write_text((tmp_path / "page.md").read_text().replace("| 100 | 90", "| 101 | 90"))
+    code, page, err = made(tmp_path, "--check")
+    assert code == 1
+    assert "| 101 | 90" in page  # it writes nothing
+    assert "-| tokens_per_s | 101 | 90" in err
+    assert "+| tokens_per_s | 100 | 90" in err
+
+
+def test_failed_and_broken_reports_make_no_page(tmp_path: Path) -> None:
+    saved(failed_report(), tmp_path / "failed.json")
+    code, page, err = made(tmp_path)
+    assert (code, page) == (2, "")
+    assert "failed: No model of that name." in err
+    (tmp_path / "failed.json").write_text("{}")
+    assert made(tmp_path)[0] == 2
+
+
+# --- beside the figures of others ------------------------------------------------------------------------------------
+
+DATA_WORK = {"pairs": [5008, 50_000, 500_000], "mean_tokens": 450}
+TRL_WORK = {
+    "prover_parameters": 860_032, "groups": 32, "group_size": 8, "steps": 1, "kl": 0.01,
+}  # fmt: skip
+
+
+def data_report(**changes: Any) -> Any:
+    ran = variant({"first_batch_s_500k": lower([1.31] * 5), "peak_memory_mb_500k": lower([50.0] * 5, "MB")})
+    return made_report(ran, **({"profile": "data", "work": DATA_WORK} | changes))
+
+
+def beside(*reports: Any) -> list[str]:
+    return [line for line in reference_lines(reports) if line.startswith("| ") and "---" not in line][1:]
+
+
+def test_the_same_work_stands_beside() -> None:
+    rows = beside(data_report())
+    assert len(rows) == 2
+    assert "| 13.1 s | 1.31 s | 10.00x |" in rows[0]
+    assert "| 2.5 GB | 50 MB | 50.00x |" in rows[1]
+
+
+def test_other_work_does_not_and_the_page_says_why() -> None:
+    small = data_report(work=DATA_WORK | {"pairs": [5008, 50_000]})
+    cores = data_report(environment=ENVIRONMENT.model_copy(update={"cores": 16}))
+    assert beside(small) == beside(cores) == []
+    assert "Ours has 5,008 / 50,000 pairs, not 500,000." in "\n".join(reference_lines([small]))
+    assert "Ours is of 16 cores, not 2." in "\n".join(reference_lines([cores]))
+    assert len(beside(small, data_report())) == 2  # any report of the same work will do
+
+
+def test_a_sweep_has_no_default_to_stand_beside() -> None:
+    variants = [variant({"first_batch_s_500k": lower([1.0] * 5)}, f"k={value}") for value in (1, 2)]
+    assert beside(made_report(*variants, profile="data", work=DATA_WORK)) == []
+
+
+def test_a_step_with_kl_stands_beside_the_one_with_kl_only() -> None:
+    def step(work: dict[str, Any], tokens: float = 37.0) -> Any:
+        ran = variant({"step_s": lower([0.62] * 5)}, derived={"completion_tokens": tokens})
+        return made_report(ran, profile="e2e", work=work)
+
+    (row,) = beside(step(TRL_WORK))
+    assert "a step with KL to a reference" in row
+    assert "| 1.24 s | 0.62 s | 2.00x |" in row
+    (row,) = beside(step(TRL_WORK | {"kl": 0.0}))
+    assert "| 1.10 s | 0.62 s | 1.77x |" in row
+    assert beside(step(TRL_WORK, tokens=12.0)) == []
+    assert beside(step(TRL_WORK | {"prover_parameters": 421_120})) == []
+    assert beside(step({})) == []
+
+
+def test_figures_of_another_kind_of_system_never_stand_beside() -> None:
+    ran = variant({"loaded_wall_p50_ms": lower([1.0] * 5, "ms"), "lag_max_ms": lower([1.0] * 5, "ms")})
+    assert beside(made_report(ran, profile="sync"), made_report(ran, profile="loop")) == []
+    text = "\n".join(reference_lines([]))
+    assert "8.58 s through a shared client, 55 ms through a dedicated one (prime-rl's own figures)." in text
