@@ -9,7 +9,6 @@ import typer
 
 from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
 from cli.options import RunsOption, SetOption
-from cli.resolve import DEFAULT_EXPERIMENT
 from pvg.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ def profile(
         made = _of_run(run, runs, out)
     else:
         try:
-            made = _of_stage(
-                experiment or DEFAULT_EXPERIMENT, stage or DEFAULT_STAGE, overrides or [], steps, out, py_spy
-            )
+            made = _of_stage(experiment, stage or DEFAULT_STAGE, overrides or [], steps, out, py_spy)
         except KeyboardInterrupt:
             say("Stopped. What was finished lies in the folder.")
             if as_json:
@@ -86,13 +83,14 @@ def _of_run(run: str, runs: Path, out: Path | None) -> Profiled:
 
 
 def _of_stage(
-    experiment: str, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
+    experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
 ) -> Profiled:
+    from cli.resolve import DEFAULT_EXPERIMENT
     from pvg.bench.profiling.profile import profile_stage
     from pvg.bench.profiling.stages import stage_of, stage_settings
 
     chosen = stage_of(stage)
-    settings = stage_settings(chosen, experiment, overrides)
+    settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)
     folder = out or _free(f"profile-{settings.experiment.name}-{chosen}")
     return profile_stage(settings, chosen, folder, steps=steps, py_spy=py_spy, on_pass=lambda told: say(f"{told} ..."))
 
