@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+REPORTS := docs/benchmarks
 
 .DEFAULT_GOAL := help
 
@@ -45,10 +46,17 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
 	$(BIN)/python docs/make_embedded_game.py
 
+bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (a quarter of an hour; nothing else should run)
+	for profile in rollout trainer e2e verifier data sync loop telemetry; do \
+	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
+	for profile in rollout trainer e2e data loop telemetry; do \
+	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	$(BIN)/python docs/make_benchmarks.py
+
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
 
 clean:  ## remove the environment and caches (runs are kept)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test lint types format models seeds soak clean
+.PHONY: help install train test lint types format models seeds bench soak clean
