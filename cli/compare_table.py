@@ -186,7 +186,7 @@ def _ratio(ratio: RatioInterval | None) -> str:
 def _bound(value: float) -> str:
     if math.isinf(value) or value >= 1e6:
         return "∞" if math.isinf(value) else f"{value:.0e}"
-    return f"{value:.3f}" if value < 10 else f"{value:,.0f}"
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _method(comparison: Comparison) -> str:
