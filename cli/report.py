@@ -48,6 +48,8 @@ def report(
     """
     if html is not None and no_html:
         raise UsageError("--html and --no-html contradict each other.")
+    if missing := next((t for t in targets if t.endswith(".json") and not Path(t).exists()), None):
+        raise UsageError(f"There is no report {missing}.", "Make one with: pvg bench --profile NAME")
     reports = [target for target in targets if Path(target).is_file()]
     if reports and len(reports) < len(targets):
         others = ", ".join(target for target in targets if target not in reports)
@@ -58,8 +60,6 @@ def report(
     if reports:
         _show_reports([Path(target) for target in reports], None if no_html else html or PAGE, as_json)
         return
-    if missing := next((target for target in targets if target.endswith(".json")), None):
-        raise UsageError(f"There is no report {missing}.", "Make one with: pvg bench --profile NAME")
     directories = _open(targets, runs)
     if len(directories) > 1:
         _show_runs(directories, None if no_html else html or PAGE, as_json)

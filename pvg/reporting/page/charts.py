@@ -14,13 +14,14 @@ from pvg.bench.statistics import median
 from pvg.reporting.figures import Style, percent, styled
 from pvg.reporting.page.frame import Across, Key, figure, plot, svg
 from pvg.reporting.page.markup import Html, div, join, number, span, tag
-from pvg.reporting.page.scales import SPAN, Axis, Bin, Point, moving_mean, nice_axis, share_axis, thinned
+from pvg.reporting.page.scales import MOST_POINTS, SPAN, Axis, Bin, Point, moving_mean, nice_axis, share_axis, thinned
 from pvg.reporting.parts import in_order
 
 HEIGHT = 168  # pixels of a small chart's drawing
 SMOOTHED_FROM = 12  # points: a shorter line needs no mean through it
 WINDOW = 5  # steps of the moving mean
 MOST_BARS = 120
+LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ def line_chart(
     keys = [Key(line.name, line.style, line.dash) for line in lines] if keyed and len(lines) > 1 else []
     label = f"{title}: " + ", ".join(f"{line.name} ends at {styled(style, line.values[-1])}" for line in lines)
     bands = ";".join(f"{number(band.start)},{number(band.end)},{band.label}" for band in x.bands)
+    most = max(point.count for line in lines for bins in _binned(line) for point in bins)
+    if most > 1 and not note:
+        note = f"Each point is the mean of up to {most} values; the band is their range."
     return figure(
         title,
         plot(drawing, y, x, height=height, overlay=overlay, label=label),
@@ -102,8 +106,7 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
     """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
     drawn: list[Html] = []
     told: list[Bin] = []
-    for piece in line.pieces:
-        bins = thinned(piece)
+    for bins in _binned(line):
         told += bins
         places = [x.x(point.x) for point in bins]
         if any(point.count > 1 for point in bins):
@@ -122,6 +125,12 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
             dots = "".join(f"M{number(a)} {number(b)}h0" for a, b in zip(places, heights, strict=True))
             drawn.append(tag("path", d=dots, class_=f"dot {line.style}"))
     return tag("g", *drawn, **_told(line.name, line.style, [(b.x, b.mean) for b in told]))
+
+
+def _binned(line: Line) -> list[list[Bin]]:
+    """Every piece thinned in proportion to its length, to MOST_POINTS in all."""
+    count = len(line.values)
+    return [thinned(piece, max(LEAST_POINTS, MOST_POINTS * len(piece) // count)) for piece in line.pieces if piece]
 
 
 def _told(name: str, style: str, points: Sequence[Point]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from pvg.reporting.figures import Style
 from pvg.reporting.page.markup import Html, div, join, number, span, tag
 from pvg.reporting.page.scales import SPAN, Axis
 
+FULL_NAMES, MOST_NAMES = 4, 12  # bands that are named in full, and at all
+NARROW = 0.02 * SPAN
 CROWDED = 7  # more labels than these on the x axis: every other one is left out where it is narrow
 
 
@@ -142,13 +144,18 @@ def _bands(x: Across) -> Html:
 
 
 def _band_names(x: Across) -> list[Html]:
-    if not x.bands:
-        return []
-    every = -(-len(x.bands) // 12)  # of many bands only some are named
+    """Of many bands only the numbers, of very many only some; what is too narrow for its name goes without."""
+    many = len(x.bands) > FULL_NAMES
+    every = -(-len(x.bands) // MOST_NAMES)
     return [
-        tag("span", band.label, class_="band-name", style=f"left:{number(x.x((band.start + band.end) / 2) / 10)}%")
+        tag(
+            "span",
+            band.label.split()[-1] if many else band.label,
+            class_="band-name",
+            style=f"left:{number(x.x((band.start + band.end) / 2) / 10)}%",
+        )
         for place, band in enumerate(x.bands)
-        if place % every == 0
+        if place % every == 0 and x.x(band.end) - x.x(band.start) > NARROW
     ]
 
 

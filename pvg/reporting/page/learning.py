@@ -173,7 +173,7 @@ def learning_section(summary: RunSummary) -> Section:
     prover, verifier = Steps(summary.steps, PROVER), Steps(summary.steps, VERIFIER)
     charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
     body = [grid(*charts), details("All other metrics of the steps", _other_charts(prover), _other_charts(verifier))]
-    lead = "Step by step, on the problems in training. Faint: each step. Strong: the mean over 5 steps."
+    lead = "Step by step, on the problems in training. Faint: each point. Strong: the mean over 5 points."
     return Section("learning", "Learning", body, lead if any(chart is not None for chart in charts) else "")
 
 

@@ -73,7 +73,7 @@ def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSum
             "learning",
             "Learning",
             [legend(run.key for run in runs), grid(*_step_charts(runs))],
-            "Step by step. Each line is the mean over 5 steps.",
+            "Step by step. Each line is the mean over 5 points.",
         ),
         _final(runs),
         _time(runs),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pvg.reporting.figures import compact
 from pvg.reporting.page.charts import Line
-from pvg.reporting.page.frame import Across, Band
+from pvg.reporting.page.frame import FULL_NAMES, Across, Band
 from pvg.reporting.page.scales import Point
 from pvg.reporting.run_summary import StepRecord
 
@@ -40,16 +41,17 @@ class Steps:
         """The axis, with a band per round."""
         bands = tuple(Band(at, at + self.lengths[round_], f"round {round_}") for round_, at in self.offsets.items())
         last = max(self.offsets, default=0)
-        ticks = [(float(at), str(at)) for round_, at in self.offsets.items() if self._roomy(round_, last)]
-        ticks.append((float(self.total), str(self.total)))
+        ticks = [(float(at), _count(at)) for round_, at in self.offsets.items() if self._roomy(round_, last)]
+        ticks.append((float(self.total), _count(self.total)))
         counted = COUNTED.get(self.phase, "step")
-        return Across(0.0, float(self.total), f"{counted}s", tuple(ticks), bands if len(bands) > 1 else (), counted)
+        label = f"{counted}s" + (", rounds above" if len(bands) > FULL_NAMES else "")
+        return Across(0.0, float(self.total), label, tuple(ticks), bands if len(bands) > 1 else (), counted)
 
     def _roomy(self, round_: int, last: int) -> bool:
         """Whether a round's beginning gets a label: of very many rounds only some do."""
-        every = -(-len(self.offsets) // 10)
+        every = -(-len(self.offsets) // 5)
         place = sorted(self.offsets).index(round_)
-        return place % every == 0 and (round_ != last or self.lengths[round_] * 12 > self.total)
+        return place % every == 0 and (round_ != last or self.lengths[round_] * 8 > self.total)
 
     def place(self, step: StepRecord) -> float:
         return float(self.offsets[step.round] + step.step)
@@ -83,3 +85,7 @@ class Steps:
             for step in self.rounds[round_]
             if step.budget
         ]
+
+
+def _count(steps: int) -> str:
+    return str(steps) if steps < 10_000 else compact(steps)
