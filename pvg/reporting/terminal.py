@@ -67,7 +67,7 @@ FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "training": ("red", "bright_red"),
     "keeping": ("blue", "bright_blue"),
     "waiting": ("white",),
-    "other": ("magenta", "bright_magenta"),
+    "other": ("bright_white",),
     "unaccounted": (QUIET,),
 }
 PROVER = "train_prover"
@@ -191,7 +191,7 @@ def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
         parts += section("Time budget", BudgetBar(summary.budget, caption))
         if summary.hidden:
             parts += [Text(), Padding(overlap_table(summary), (0, 0, 0, 2))]
-    if machine := machine_lines(summary):
+    if machine := machine_table(summary):
         parts += section("Machine", machine)
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
@@ -299,9 +299,12 @@ def overlap_table(summary: RunSummary) -> Table:
     return table
 
 
-def machine_lines(summary: RunSummary) -> Text | None:
+def machine_table(summary: RunSummary) -> Table | None:
     """One line on the device and one on the event loop; None for runs that recorded neither."""
-    lines = []
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=QUIET, no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style=VERIFIER, no_wrap=True)
     device = ranges(summary.device)
     if device:
         facts = [
@@ -312,20 +315,17 @@ def machine_lines(summary: RunSummary) -> Text | None:
         gpus = sorted(name for name in device if name.startswith("gpu") and name.endswith("_utilisation"))
         found += [f"GPU {name[3:].split('_')[0]} {percent_short(device[name]['mean'])}" for name in gpus]
         curve = [reading.metrics["cpu"] for reading in summary.device if "cpu" in reading.metrics]
-        lines.append(_measured("device", found, sparkline(curve, 24, 0.1)))
+        table.add_row("device", ", ".join(found), sparkline(curve, MACHINE_BARS, 0.1))
     lags = lag(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]
         curve = [reading.metrics["lag_max_s"] for reading in summary.loop if "lag_max_s" in reading.metrics]
-        lines.append(_measured("loop lag", found, sparkline(curve, 24)))
-    return Text("\n").join(lines) if lines else None
+        table.add_row("loop lag", ", ".join(found), sparkline(curve, MACHINE_BARS))
+    return table if table.row_count else None
 
 
+MACHINE_BARS = 16
 LAGS = (("typically", "median_p50_s"), ("worst p90", "worst_p90_s"), ("p99", "worst_p99_s"), ("longest", "worst_max_s"))
-
-
-def _measured(label: str, facts: Sequence[str], curve: str) -> Text:
-    return Text.assemble((f"{label:<10}", QUIET), ", ".join(facts), "  ", (curve, VERIFIER))
 
 
 def alerts_list(summary: RunSummary) -> Text:
