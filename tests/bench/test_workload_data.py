@@ -97,7 +97,7 @@ def test_a_sample_measures_every_size_in_a_process_of_its_own(loader: str, tempo
     assert min(variant.samples["peak_memory_mb_160"].values) > 0
     peaks = [variant.samples[f"peak_memory_mb_{size}"].values for size in (40, 160)]
     assert variant.samples["peak_memory_mb"].values == tuple(map(max, *peaks))
-    assert {"start_process", "first_batch", "draw_pairs"} <= variant.budget.exposed.keys()
+    assert {"start_process", "first_batch", "draw_pairs", "stop_process"} <= variant.budget.exposed.keys()
     assert variant.derived["file_mb_160"] > variant.derived["file_mb_40"] > 0
     assert list(temporary.iterdir()) == []
 

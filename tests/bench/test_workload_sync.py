@@ -132,10 +132,9 @@ def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
     # Two batches: 10.0 to 10.4 and 10.5 to 10.7.
     streams.batches = {0.4: 10.4, 0.2: 10.7}
     streams.versions = {3, 4}
-    assert streams.batch_at(10.1) == pytest.approx((10.0, 10.4))
-    assert streams.batch_at(10.45) is None
-    assert streams.batch_at(10.5 + 1e-9) == pytest.approx((10.5, 10.7))
-    assert streams.batch_at(10.7) is None
+    assert streams.decoded_between(10.41, 10.49) == []
+    assert streams.decoded_between(10.3, 10.6) == [(pytest.approx(0.1), 0.4), (pytest.approx(0.1), 0.2)]
+    assert streams.decoded_between(9.0, 11.0) == [(pytest.approx(0.4), 0.4), (pytest.approx(0.2), 0.2)]
     timings = [SyncTiming(4, wall_ms=330.0, rpc_ms=10.0), SyncTiming(5, wall_ms=15.0, rpc_ms=10.0)]
     # The first waits 320 ms, 300 of them for the rest of a batch of 400; the second waits 5 ms between two batches.
     workload.loaded = [(streams, [Update(10.1, 6, timings[0]), Update(10.45, 4, timings[1])])]

@@ -198,29 +198,24 @@ async def load_in_child(order: Order) -> dict[str, float]:
     Raises MissingRequirementError when the process is killed (which is how a machine without memory ends it), and
     RuntimeError with its last words when it fails.
     """
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "pvg.bench.workloads.data_child",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    with span("start_process"):
+        child = await _start()
     assert child.stdin is not None
     assert child.stdout is not None
     assert child.stderr is not None
     errors = asyncio.create_task(child.stderr.read())
     try:
-        child.stdin.write(json.dumps(order).encode())
-        child.stdin.close()
         with span("start_process"):
+            child.stdin.write(json.dumps(order).encode())
+            child.stdin.close()
             started = await _next_line(child.stdout)
         async with PrivatePeak(child.pid) as peak:
             with span("first_batch"):
                 first = await _next_line(child.stdout)
             with span("draw_pairs"):
                 done = await _next_line(child.stdout)
-        await child.wait()
+        with span("stop_process"):
+            await child.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
@@ -237,6 +232,17 @@ async def load_in_child(order: Order) -> dict[str, float]:
         "resident_mb": growth["resident"],
         "mapped_mb": max(0.0, growth["mapped"]),
     }
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "pvg.bench.workloads.data_child",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
 
 
 async def _next_line(stream: asyncio.StreamReader) -> dict[str, float]:

@@ -63,11 +63,12 @@ class StoreShape:
 
 
 def check_free_space(folder: Path, needed: int, remedy: str) -> None:
-    """Raises MissingRequirementError when the disk of `folder` has less than `needed` bytes free."""
+    """Raises MissingRequirementError when the disk of `folder`, a temporary one, has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
+        place = folder.parent
         raise MissingRequirementError(
-            f"The benchmark writes about {needed / 1e9:.2f} GB into {folder}, which has {free / 1e9:.2f} GB free.",
+            f"The benchmark writes about {needed / 1e9:.2f} GB into {place}, which has {free / 1e9:.2f} GB free.",
             remedy,
         )
 

@@ -7,9 +7,9 @@ One sample: updates to the idle engine; the streams alone; the same streams whil
 the other at moments spread evenly over a batch; the streams alone again. A stream keeps one request in flight at all
 times, of fixed length (nothing stops it early).
 
-The torch engine decodes a batch to its end before it loads weights. So an update waits for the rest of the batch that
-runs when it is sent, and for nothing else: `queue_explained` is the share of the queue time that this rest is, and
-`queue_batches_max` the longest queue time in units of that batch.
+The torch engine decodes a batch to its end before it loads weights. So an update waits for the rest of one batch, and
+for nothing else: `queue_explained` is the share of the queue time in which a batch was being decoded, and
+`queue_batches_max` the longest queue time in units of the batch that it waited for.
 """
 
 from __future__ import annotations
@@ -155,12 +155,11 @@ class Streams:
             self.versions.update(part.version for part in completion.spans)
             done += 1
 
-    def batch_at(self, moment: float) -> tuple[float, float] | None:
-        """Start and end of the batch that was being decoded at that time; the last requests must have come back."""
-        for seconds, end in self.batches.items():
-            if end - seconds <= moment < end:
-                return end - seconds, end
-        return None
+    def decoded_between(self, start: float, end: float) -> list[tuple[float, float]]:
+        """The batches that ran in that time: seconds of each within it, and its seconds in all. Their requests must
+        have come back."""
+        found = [(min(end, ended) - max(start, ended - seconds), seconds) for seconds, ended in self.batches.items()]
+        return [(within, seconds) for within, seconds in found if within > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,18 +245,19 @@ class SyncWorkload:
     def derived(self) -> dict[str, float]:
         """Over all samples: how far the batch that ran explains the queue time (see the module); the fewest requests in
         flight at an update; the share of the versions that served tokens."""
-        rests, queues, in_batches = [], [], []
-        for streams, updates in self.loaded:
-            for update in updates:
-                batch = streams.batch_at(update.sent)
-                rests.append((batch[1] - update.sent) * 1e3 if batch else 0.0)
-                queues.append(update.timing.queue_ms)
-                if batch:
-                    in_batches.append(update.timing.queue_ms / 1e3 / (batch[1] - batch[0]))
+        waits = [
+            (
+                update.timing.queue_ms / 1e3,
+                streams.decoded_between(update.sent, update.sent + update.timing.queue_ms / 1e3),
+            )
+            for streams, updates in self.loaded
+            for update in updates
+        ]
         served = [len(streams.versions) / (len(updates) + 1) for streams, updates in self.loaded]
         return {
-            "queue_explained": sum(rests) / sum(queues),
-            "queue_batches_max": max(in_batches, default=0.0),
+            "queue_explained": sum(within for _, ran in waits for within, _ in ran)
+            / sum(wait_s for wait_s, _ in waits),
+            "queue_batches_max": max((wait_s / max(s for _, s in ran) for wait_s, ran in waits if ran), default=0.0),
             "in_flight_min": float(min(update.in_flight for _, updates in self.loaded for update in updates)),
             "versions_served": statistics.median(served),
         }
