@@ -23,7 +23,9 @@ def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None
     called = pvg("report", "first")
     assert called.code == 0
     assert "The page: runs/first/report.html" in called.err
-    assert "87.5 %" in check(run.report.read_text()).text
+    page = check(run.report.read_text())
+    assert "87.5 %" in page.text
+    assert "pvg diagnose first " in page.text
     assert [path.name for path in Path().iterdir()] == ["runs"]
     assert not list(run.path.glob(".tmp-*"))
 

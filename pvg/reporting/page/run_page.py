@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import time
 from dataclasses import dataclass
 
 import pvg
-from pvg.experiment import Experiment
+from pvg.experiment import Experiment, Store
 from pvg.reporting.examples import Pairing, side_by_side
 from pvg.reporting.figures import HOME, duration, figure, percent, phase_label, shown, styled
 from pvg.reporting.page.charts import spark
@@ -179,7 +180,8 @@ def _alerts(summary: RunSummary) -> Section:
 
 def _onwards(summary: RunSummary) -> Section:
     """What to type next, and where things lie."""
-    name = summary.name
+    # By name in the default folder, by path elsewhere.
+    name = shlex.quote(summary.name if summary.path == Store().root / summary.name else str(summary.path))
     commands = [
         *(
             [(f"pvg train --resume {name}", "go on where it stopped")]
