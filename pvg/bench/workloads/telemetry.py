@@ -4,9 +4,9 @@
     pvg bench --profile telemetry --ablate    # whole steps without spans, and with them
 
 A sample plays one real step with the game's own session, spans and records, as `pvg train` does. Then the telemetry of
-exactly that step is done once more without any work between: as many spans in as many tasks, the closing of the budget,
-the records and the event lines written to files. `overhead` is the second over the first. Two whole steps differ by more
-than the telemetry costs, so that their difference alone (the ladder) could not show a share this small.
+exactly that step is done once more without any work between: as many spans in as many tasks, the closing of the
+budget, the records and the event lines written to files. `overhead` is the second over the first. Two whole steps
+differ by more than the telemetry costs, so that their difference alone (the ladder) could not show so small a share.
 
 What runs beside the steps (device sampler, lag monitor) is measured in `open`: `monitoring_cpu` is the share of one
 core that it takes.
