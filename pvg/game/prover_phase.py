@@ -115,8 +115,7 @@ class ProverPhase:
 
     async def _step(self) -> None:
         session = self.session
-        with span("wait_for_rollouts"):  # what is left of it: its work has names of its own
-            report = await self.trainer.step()
+        report = await self.trainer.step()
         if report is None:
             raise StateError("The on-policy source ended, which it never should.")
         whole_batch = self.minibatches.pending == 0

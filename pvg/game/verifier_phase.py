@@ -117,7 +117,15 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
         gradient_clip=section.gradient_clip,
     )
     objective = PairObjective(section, verifier.tokenizer.pad_id)
-    trainer = Trainer(verifier, objective, settings, source, executor=players.executor, precision=section.precision)
+    trainer = Trainer(
+        verifier,
+        objective,
+        settings,
+        source,
+        executor=players.executor,
+        precision=section.precision,
+        waits_for="pairs",
+    )
     if (checkpoint := session.ledger.read_checkpoint()) is not None:
         trainer.load_state(*checkpoint)
     return trainer
@@ -125,8 +133,7 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
 
 async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo) -> None:
     started = time.perf_counter()
-    with span("wait_for_pairs"):  # what is left of it: its work has names of its own
-        report = await trainer.step()
+    report = await trainer.step()
     if report is None:
         raise StateError("The pair stream ended before the verifier's steps were done.")
     metrics = dict(report.metrics)

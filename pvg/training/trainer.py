@@ -81,6 +81,7 @@ class Trainer(Generic[BatchT]):
         executor: Executor,
         precision: str = "float32",
         gradient_checkpointing: bool = False,
+        waits_for: str = "rollouts",
     ) -> None:
         self.module = module.eval()
         self._objective = objective
@@ -88,6 +89,7 @@ class Trainer(Generic[BatchT]):
         self._source = source
         self._executor = executor
         self._precision = precision
+        self._waits_for = waits_for
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = build_optimizer(self._parameters, optimizer)
@@ -101,12 +103,14 @@ class Trainer(Generic[BatchT]):
         return self._steps
 
     async def step(self) -> StepReport | None:
-        """Train on the source's next batch; None when the source has no more. Spans: pack, forward_backward, optimizer.
+        """Train on the source's next batch; None when the source has no more. Spans: wait_for_<waits_for>, pack,
+        forward_backward, optimizer.
 
         Cancelling waits for the step that is running in the executor, so that the state is always between steps.
         Raises TrainingDivergedError, with the weights as they were, when the loss or the gradient is not finite.
         """
-        batch = await self._source.next_batch()
+        with span(f"wait_for_{self._waits_for}"):  # what is left of it: a source's work has names of its own
+            batch = await self._source.next_batch()
         if batch is None:
             return None
         running = submit_in(self._executor, self._train_on, batch)

@@ -175,6 +175,7 @@ class TrainerWorkload:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
+            waits_for="batches",  # recorded ones: that no rollouts are waited for is the point
         )
 
     @property

@@ -205,13 +205,18 @@ class VerifierWork:
         )
         objective = PairObjective(section, self._verifier.tokenizer.pad_id)
         trainer = Trainer(
-            self._verifier, objective, settings, source, executor=players.executor, precision=section.precision
+            self._verifier,
+            objective,
+            settings,
+            source,
+            executor=players.executor,
+            precision=section.precision,
+            waits_for="pairs",
         )
         padding = []
         began = time.perf_counter()
         for _ in range(self._own.steps):
-            with span("wait_for_pairs"):
-                report = await trainer.step()
+            report = await trainer.step()
             assert report is not None, "a pair stream has no end"
             padding.append(report.metrics["padding"])
         trained_s = time.perf_counter() - began
