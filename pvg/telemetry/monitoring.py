@@ -178,7 +178,8 @@ class Monitoring:
         metrics = window.metrics()
         self._record("loop", time=time.time(), metrics=metrics)
         milliseconds = {f"{name}_ms": metrics[f"lag_{name}_s"] * 1e3 for name in ("p50", "p90", "p99", "max")}
-        self._log(format_event("loop", event="lag", **milliseconds, samples=window.samples))
+        period_ms = 1e3 / self._section.loop_lag_hz
+        self._log(format_event("loop", event="lag", **milliseconds, samples=window.samples, period_ms=period_ms))
         alerts = {alert.name: alert for alert in warnings(window, self._section)}
         for name, alert in alerts.items():
             if name not in self._held:

@@ -15,6 +15,7 @@ from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
 from pvg.reporting.diagnosis.lines import parse_line
 from pvg.reporting.diagnosis.tally import NAMES, Tally
 from pvg.reporting.diagnosis.updates import DONE_TRACES, OPEN_TRACES
+from pvg.telemetry.loop_lag import LagWindow
 
 
 def seen(found: Diagnosis) -> list[str]:
@@ -115,6 +116,24 @@ def test_a_loop_that_stands_still_without_crossing_a_level(tmp_path: Path) -> No
     (finding,) = of(steps(lag_ms=600.0), tmp_path).findings
     assert finding.signature == "loop-lag"
     assert finding.cost_s == pytest.approx(40 * 0.6)
+
+
+@pytest.mark.parametrize("stall_s", [0.3, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("hz", [10.0, 50.0])
+def test_a_stall_costs_no_more_than_it_lasted(stall_s: float, hz: float, tmp_path: Path) -> None:
+    """As the monitor tells it: every tick of the stall with the rest of it."""
+    period_s, ticks = 1 / hz, round(5.0 * hz)
+    late = [tick * period_s for tick in range(1, round(stall_s * hz) + 1)]
+    window = LagWindow.of([*late, *[0.0005] * (ticks - len(late))])
+    lags = {f"{name}_ms": getattr(window, f"{name}_s") * 1e3 for name in ("p50", "p90", "p99", "max")}
+    log = Log()
+    log.add("run", event="start")
+    log.wait(5000.0)
+    log.add("loop", event="lag", **lags, samples=window.samples, period_ms=1e3 * period_s)
+    (finding,) = of(log, tmp_path).findings
+    assert 0.5 * stall_s <= finding.cost_s <= stall_s + 0.001
+    assert finding.share is not None
+    assert finding.share <= 1.0001
 
 
 def test_several_at_once_stand_in_the_order_of_their_cost(tmp_path: Path) -> None:

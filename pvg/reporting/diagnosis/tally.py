@@ -25,6 +25,7 @@ from pvg.reporting.diagnosis.sketches import Relation, Sketch, Worst
 from pvg.reporting.diagnosis.updates import SERVER_EVENTS, Pairing, Update
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
+TICK_MS = 100.0  # between two samples of the event loop, where its line does not say: 10 Hz
 NAMES = 64  # kinds of events and phases that are told apart; a log of garbage must not fill the memory
 REST = "(others)"
 
@@ -38,7 +39,7 @@ PLAIN = {
     ("loop", "lag"): {"p50_ms": "lag.p50_ms", "p90_ms": "lag.p90_ms", "p99_ms": "lag.p99_ms", "max_ms": "lag.max_ms"},
 }
 # What else is read of a tag's lines.
-MORE = {"gen": ("inflight", "completions"), "loop": ("samples",)}
+MORE = {"gen": ("inflight", "completions"), "loop": ("samples", "period_ms")}
 # Quantities whose relation to the load of generation is looked at.
 RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
 
@@ -148,9 +149,11 @@ class Tally:
             self._load[event.source] = max(0.0, self._load[event.source] - completions)
 
     def _lag(self, values: dict[str, float | None]) -> None:
-        """The monitor's samples are how late it woke: their sum is the time the loop stood still. From percentiles: at
+        """At least so long the loop stood still: each sample is the lag of one tick, and of a stall over several ticks
+        each counts the rest of it, so no sample tells of more than the time to the next tick. From percentiles: at
         least 40% of the samples lie above p50, a further 9% above p90, and 1% above p99."""
-        p50, p90, p99 = (values[key] or 0.0 for key in ("p50_ms", "p90_ms", "p99_ms"))
+        period = TICK_MS if values["period_ms"] is None else values["period_ms"]
+        p50, p90, p99 = (min(period, values[key] or 0.0) for key in ("p50_ms", "p90_ms", "p99_ms"))
         from_shares = (values["samples"] or 0.0) * (0.4 * p50 + 0.09 * p90 + 0.01 * p99)
         self.lagged_ms += max(from_shares, values["max_ms"] or 0.0)
 
