@@ -4,9 +4,10 @@
     pvg bench --profile telemetry --ablate    # whole steps without spans, and with them
 
 A sample plays one real step with the game's own session, spans and records, as `pvg train` does. Then the telemetry of
-exactly that step is done once more without any work between: as many spans in as many tasks, the closing of the
-budget, the records and the event lines written to files. `overhead` is the second over the first. Two whole steps
-differ by more than the telemetry costs, so that their difference alone (the ladder) could not show so small a share.
+exactly that step is done once more without any work between: as many spans, those beside the driver in a task of their
+own, the closing of the budget, the records and the event lines written to files. `overhead` is the second over the
+first. Two whole steps differ by more than the telemetry costs, so that their difference alone (the ladder) could not
+show so small a share.
 
 What runs beside the steps (device sampler, lag monitor) is measured in `open`: `monitoring_cpu` is the share of one
 core that it takes.
@@ -15,6 +16,7 @@ core that it takes.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,8 +77,8 @@ class TelemetryCost(e2e.EndToEnd):
             if self._telemetry.tracing:
                 with tracer.drive():
                     await phase.play()
-            else:
-                await phase.play()
+            else:  # in a context of its own: in this one the spans would go to whoever takes the samples
+                await asyncio.create_task(phase.play(), context=contextvars.Context())
         step_s = (time.perf_counter() - session.began) / self._own.steps
         self._steps = watcher.steps
         self._spans = tracer.kept
