@@ -213,11 +213,15 @@ class Tracer:
             yield
         finally:
             _CURRENT.reset(token)
-            self._driver.stack.clear()
+            with self._lock:
+                self._detach_above(root)  # what a thread still works on goes on without the driver
+                self._driver.stack.clear()
 
     def close_step(self) -> StepBudget:
         """The budget since the last close. Raises RuntimeError inside one of the driver's spans."""
         with self._lock:
+            if len(self._driver.stack) > 1 and self._driver.stack[1].where:
+                self._detach_above(self._driver.stack[0])  # a thread's, which the driver does not wait for: it is here
             if len(self._driver.stack) > 1:
                 raise RuntimeError(f"close_step inside the open span {self._driver.stack[-1].name!r}.")
             now = self._clock()

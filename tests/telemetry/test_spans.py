@@ -200,6 +200,40 @@ def test_a_thread_that_outlives_the_span_it_was_started_in_held_nobody_up(clock,
     }
 
 
+def test_a_thread_that_outlives_the_drive_itself_ends_in_order(clock, executor):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work():
+        with span("background"):
+            begun.set()
+            assert go_on.wait(10)
+            clock.now += 7
+        return "done"
+
+    async def main(close_before: bool):
+        begun.clear()
+        go_on.clear()
+        tracer = Tracer(clock=clock)
+        with tracer.drive():
+            future = submit_in(executor, work)
+            await asyncio.to_thread(begun.wait, 10)
+            clock.now += 1
+            if close_before:
+                first = tracer.close_step()
+        go_on.set()
+        done = await future
+        return first if close_before else None, done, tracer.close_step()
+
+    first, done, second = asyncio.run(main(True))
+    assert done == "done"
+    assert without_zeros(first.exposed) == {UNACCOUNTED: 1}
+    assert without_zeros(first.busy) == {UNACCOUNTED: 1, "background": 1}
+    assert without_zeros(second.busy) == {UNACCOUNTED: 7, "background": 7}
+    _, done, whole = asyncio.run(main(False))
+    assert done == "done"
+    assert without_zeros(whole.busy) == {UNACCOUNTED: 8, "background": 8}
+
+
 # --- tasks beside the driver -----------------------------------------------------------------------------------------
 
 
