@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# What `models.threads = 0` stands for: torch's own choice, read before an experiment sets another for the process.
+ALL_THREADS = torch.get_num_threads()
+
 
 class Players:
     """Opens the base prover and its engine; `close` frees everything that was opened through it."""
@@ -39,11 +42,10 @@ class Players:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
-        threads = experiment.models.threads
-        if threads:
-            torch.set_num_threads(threads)
+        threads = experiment.models.threads or ALL_THREADS
+        torch.set_num_threads(threads)
         self.executor: Executor = ThreadPoolExecutor(
-            1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or torch.get_num_threads(),)
+            1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads,)
         )
         self.base: LanguageModel = open_model(experiment.models.prover, self.device)
         rollout = experiment.rollout
