@@ -324,9 +324,9 @@ def _check_layers(model: LanguageModel) -> None:
 
 
 def _distinct(prompts: Sequence[Int32]) -> int:
-    """Prompt tokens that `decode` computes when equal prompts share their prefill: all but the last of each distinct
-    prompt once, and the last, which is the first input of decoding, for every row."""
-    return sum(len(prompt) - 1 for prompt in {p.tobytes(): p for p in prompts}.values()) + len(prompts)
+    """Prompt tokens that `decode` computes when prefill is shared: all but the last of a prompt once for each distinct
+    beginning, and the last, which is the first input of decoding, for every row."""
+    return sum(len(beginning) for beginning in {p[:-1].tobytes(): p[:-1] for p in prompts}.values()) + len(prompts)
 
 
 def _closed_error() -> StateError:

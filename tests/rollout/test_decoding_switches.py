@@ -109,3 +109,26 @@ def test_the_configuration_reaches_the_decoding(switch: str) -> None:
     slow, slow_tokens = asyncio.run(tokens_computed(Rollouts(**{switch: False})))
     assert slow > 1.2 * fast
     assert [row.tolist() for row in fast_tokens] == [row.tolist() for row in slow_tokens]
+
+
+@pytest.mark.parametrize("shared_prefill", [True, False])
+def test_the_prompt_tokens_told_are_those_computed(shared_prefill: bool) -> None:
+    """Two groups whose prompts differ in their last token alone share everything before it."""
+
+    async def run() -> tuple[int, int, float]:
+        model = tiny_model()
+        sizes: list[int] = []
+        model.module.get_input_embeddings().register_forward_pre_hook(
+            lambda _module, arguments: sizes.append(arguments[0].numel())
+        )
+        two = [np.array([5, 6, 7, last], dtype=np.int32) for last in (8, 9)]
+        asked = [GenerationRequest(f"{i}", prompt, Sampling(1, ()), i) for i, prompt in enumerate(two * GROUP)]
+        with ThreadPoolExecutor(1) as executor:
+            engine = open_engine(Rollouts(shared_prefill=shared_prefill), model, executor)
+            await asyncio.gather(*map(engine.generate, asked))
+            await engine.close()
+        return sum(sizes), engine.stats.prompt_tokens_computed, engine.stats.prefix_share
+
+    computed, told, share = asyncio.run(run())
+    assert told == computed == (3 + 8 if shared_prefill else 4 * 8)
+    assert share == pytest.approx(1 - computed / 32)
