@@ -168,7 +168,7 @@ def _trained(places: Iterable[str]) -> list[Metric]:
 
 
 def _prover() -> list[Metric]:
-    latency = "of a rollout, from the request to its last token."
+    latency = "of a rollout, from the request to the end of the batch it was decoded in."
     return [
         *_in(PROVER, "loss", "number", NEITHER, "The policy loss, summed over the step's micro-batches."),
         *_in(PROVER, "entropy", "nats", NEITHER, "-log pi per completion token: an estimate of the policy's entropy."),
