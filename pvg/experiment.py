@@ -206,6 +206,7 @@ class Telemetry(Section):
     loop_lag_p90_s: Positive = 1.0  # warn above these
     loop_lag_p99_s: Positive = 5.0
     loop_lag_max_s: Positive = 30.0
+    stall_s: Positive = 600.0  # warn when no step has ended for this long
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(default=(), strict=False)
     metrics_port: Annotated[int, Field(ge=0, lt=65536)] = 0  # Prometheus on 127.0.0.1; 0: none
     sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples

@@ -5,7 +5,8 @@
 
 Many metrics are asked about at once, and each could cry wolf. So every interval is given at 1 - 5 %/m for m metrics
 (Bonferroni, which holds however the metrics depend on each other): in 95 of 100 comparisons all of them hold together.
-Metrics whose samples are all the same number on both sides cannot cry wolf, and do not count.
+Metrics whose samples are all the same number on both sides cannot cry wolf, and do not count; seconds and the rates
+that are made of them rise and fall together, cry wolf together, and count as one.
 
 Better or worse is said only where two things agree:
 - the interval lies wholly on one side of 1;
@@ -140,7 +141,7 @@ def compare_reports(
     labels = _common_labels(a, b)
     _refuse_other_work(a, b, labels)
     pairs, left_out = _pairs(a, b, labels)
-    tested = sum(len({*one.values, *other.values}) > 1 for _, _, one, other in pairs)
+    tested = len({_quantity(*pair) for pair in pairs if len({*pair[2].values, *pair[3].values}) > 1})
     risk = (1 - CONFIDENCE) / max(1, tested)
     compared = [_compared(label, name, one, other, risk, fail_above, resamples) for label, name, one, other in pairs]
     return Comparison(
@@ -255,6 +256,15 @@ def _pairs(
     return pairs, left_out
 
 
+def _quantity(label: str, name: str, a: Samples, b: Samples) -> tuple[str, tuple[int, ...]]:
+    """What tells a metric from another by its samples alone: the order of all of them, the best one first. Two metrics
+    of one variant with one order are two names of one quantity: a time, and a rate that is work by that time."""
+    sign = 1 if a.better == "lower" else -1
+    signed = [sign * value for value in (*a.values, *b.values)]
+    levels = {value: rank for rank, value in enumerate(sorted(set(signed)))}
+    return label, tuple(levels[value] for value in signed)
+
+
 def _settings(a: BenchReport, b: BenchReport) -> Iterator[Difference]:
     """The settings in which the benchmarks differ: mostly what the comparison is about."""
     for difference in differences(a.config, b.config):
@@ -270,7 +280,6 @@ def _compared(
     p = rank_test(a.values, b.values)
     medians = median(a.values), median(b.values)
     verdict = _verdict(a, b, ratio, p, risk)
-    cost = None if ratio is None else ratio.low if a.better == "lower" else 1 / ratio.high
     return MetricComparison(
         variant=label,
         name=name,
@@ -283,8 +292,17 @@ def _compared(
         ratio=ratio,
         p=p,
         verdict=verdict,
-        beyond=fail_above is not None and verdict == "worse" and cost is not None and cost > 1 + fail_above,
+        beyond=fail_above is not None and verdict == "worse" and _least_cost(a, b, ratio) > 1 + fail_above,
     )
+
+
+def _least_cost(a: Samples, b: Samples, ratio: RatioInterval | None) -> float:
+    """How many times worse B is at least, as far as its interval goes; where a sample is 0 there is none, and the
+    medians have to do (from nothing to something is infinitely more)."""
+    if ratio is not None:
+        return ratio.low if a.better == "lower" else 1 / ratio.high
+    less, more = (median(a.values), median(b.values)) if a.better == "lower" else (median(b.values), median(a.values))
+    return more / less if less > 0 else math.inf
 
 
 def _verdict(a: Samples, b: Samples, ratio: RatioInterval | None, p: float, risk: float) -> Verdict:

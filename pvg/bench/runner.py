@@ -24,8 +24,9 @@ from pvg.bench.report import Budget, Samples, Variant
 from pvg.bench.workload import Measure, Workload
 from pvg.errors import EXIT_CHECK_FAILED, PvgError
 from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer
+from pvg.telemetry.training_time import trained_seconds
 
-TRAINING_PARTS = ("pack", "forward_backward", "optimizer")  # of a budget: the trainer at work, as in pvg.game.session
+RESET = "reset"  # the part in which a workload goes back to its start, which no real step does
 WALL = "wall_s"
 WALL_MEASURE = Measure("s", "lower", "wall time of one sample")
 
@@ -203,8 +204,8 @@ def shares(budget: Budget) -> dict[str, float]:
         return {}
     found = {"unaccounted_share": budget.exposed.get(UNACCOUNTED, 0.0) / budget.wall_s}
     if "wait_for_rollouts" in budget.exposed:
-        trained_s = sum(budget.exposed.get(part, 0.0) for part in TRAINING_PARTS)
-        found["trainer_idle_share"] = 1.0 - trained_s / budget.wall_s
+        played_s = budget.wall_s - budget.exposed.get(RESET, 0.0)
+        found["trainer_idle_share"] = 1.0 - trained_seconds(budget.exposed) / played_s
     return found
 
 

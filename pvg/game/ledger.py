@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from pvg.errors import StateError
 from pvg.experiment import Experiment, differences
 from pvg.game.states import GameState
@@ -46,7 +48,10 @@ class Ledger:
         self.state = self._recover(experiment, code_version)
         self._metrics = JsonLines(directory.metrics)
         self._spans = JsonLines(directory.spans)
+        told = self._processes_after(self.state.offsets.get("metrics", 0))
         self._metrics.truncate(self.state.offsets.get("metrics", 0))
+        for record in told:
+            self._metrics.append(record)
         self._spans.truncate(self.state.offsets.get("spans", 0))
         self.steps_before = sum(record["kind"] == "step" for record in read_json_lines(directory.metrics))
 
@@ -180,6 +185,13 @@ class Ledger:
         if removed:
             self.notices.append(f"Removed {len(removed)} unfinished files of an interrupted commit.")
         return state
+
+    def _processes_after(self, offset: int) -> list[dict[str, Any]]:
+        """The last words of earlier processes: they come after the last commit, and are true whatever is repeated."""
+        with open(self.directory.metrics, "rb") as file:
+            file.seek(offset)
+            lines = file.read().splitlines()
+        return [orjson.loads(line) for line in lines if line.startswith(b'{"kind":"run"')]
 
     def _check_files(self, plain: Mapping[str, Any]) -> None:
         """Raises DamagedFileError when a file that a commit names is missing or damaged."""

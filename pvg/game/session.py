@@ -21,6 +21,7 @@ from pvg.tasks.task import Task
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import StepBudget, Tracer, add_seconds, span
+from pvg.telemetry.training_time import trained_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pvg.training.trainer import Trainer
 
 TRAINED_PHASES = frozenset({"train_verifier", "train_prover"})
-TRAINING_PARTS = ("pack", "forward_backward", "optimizer")  # of a budget: the trainer at work
 
 
 class InterruptedByUser(Exception):
@@ -112,7 +112,7 @@ class Session:
 
     def _tell_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
         """The share of the step in which the trainer did not train."""
-        trained_s = sum(budget.exposed.get(part, 0.0) for part in TRAINING_PARTS)
+        trained_s = trained_seconds(budget.exposed)
         idle_s = budget.wall_s - trained_s
         times = {"wall_ms": budget.wall_s * 1e3, "train_ms": trained_s * 1e3, "idle_ms": idle_s * 1e3}
         self.ledger.log.event("step", event="done", phase=info.phase, round=info.round, step=done, **times)

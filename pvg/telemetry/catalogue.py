@@ -113,7 +113,13 @@ def _sampled() -> list[Metric]:
         *_in(everywhere, "malformed", "share", LOWER, "Solutions that are no solution at all, of both roles."),
         *_in(everywhere, "truncated", "share", LOWER, "Rollouts that hit the length limit."),
         *_in((*SAMPLE, *PROVER), "completion_tokens", "tokens", NEITHER, "Mean length of a completion."),
-        *_in((*SAMPLE, *PROVER), "tokens_per_s", "tokens/s", HIGHER, "Completion tokens sampled in a second."),
+        *_in(
+            (*SAMPLE, *PROVER),
+            "tokens_per_s",
+            "tokens/s",
+            HIGHER,
+            "Completion tokens per second of sampling.",
+        ),
         *_in(play, "fooled_rate", "share", NEITHER, "Flaws that the round's verifier accepts."),
         *_in(play, "accepted_helpful", "share", HIGHER, "Correct helpful solutions that the round's verifier accepts."),
     ]
@@ -163,7 +169,7 @@ def _trained(places: Iterable[str]) -> list[Metric]:
         *_in(places, "learning_rate", "number", NEITHER, "The learning rate of the step."),
         *_in(places, "skipped", "count", LOWER, "1 where the batch held nothing to learn from and moved no weight."),
         *_in(places, "padding", "share", LOWER, "Positions of the step's micro-batches that hold no token."),
-        *_in(places, "trainer_idle", "share", LOWER, "The step's wall time in which the trainer did not train."),
+        *_in(places, "trainer_idle", "share", LOWER, "The step's wall time in which the trainer did not work."),
     ]
 
 

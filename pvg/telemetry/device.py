@@ -85,6 +85,8 @@ class DeviceSampler:
                 now = time.monotonic()
                 due = max(due, now)  # a suspended machine does not catch up on the samples it missed
                 self._stopping.wait(min(due - now, threading.TIMEOUT_MAX))
+        except (psutil.Error, OSError) as error:
+            self._on_notice(f"The machine is no longer watched: {error}.")
         finally:
             for gpu in gpus.values():
                 gpu.close()

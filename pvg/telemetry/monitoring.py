@@ -54,6 +54,7 @@ class Monitoring:
         self._opening = Opening(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
+        self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
         self._held: set[str] = set()  # the alerts that hold
         self._failure: Exception | None = None
@@ -80,7 +81,7 @@ class Monitoring:
             self._board = SinkBoard(sinks, self._noticed)
         self._sampler.start()
         self._lag.start()
-        self._reporter = self._loop.create_task(self._report_lag(), name="loop lag reports")
+        self._reporter = self._loop.create_task(self._report(), name="loop lag reports")
         return self
 
     async def __aexit__(
@@ -127,6 +128,7 @@ class Monitoring:
         if self._failure is not None:
             raise self._failure
         self._place, self._of_steps = (round_, phase), metrics.keys()
+        self._stepped = time.monotonic()
         self._steps += 1
         self._write(
             {f"{phase}/{name}": value for name, value in metrics.items()}
@@ -138,17 +140,19 @@ class Monitoring:
         """The metrics of a finished phase. Those that its steps have are left to the steps: under the same name the
         sinks would show the mean of a phase as one more step."""
         self._place = (round_, phase)
-        self._write({f"{phase}/{name}": value for name, value in metrics.items() if name not in self._of_steps})
+        found = {f"{phase}/{name}": value for name, value in metrics.items() if name not in self._of_steps}
+        self._write(found, whole=False)
 
     def round(self, round_: int, metrics: Mapping[str, float]) -> None:
         """The row of a finished round."""
         self._place = (round_, self._place[1])
         self._write({f"round/{name}": value for name, value in metrics.items()})
 
-    def _write(self, metrics: Mapping[str, float], at: float | None = None) -> None:
+    def _write(self, metrics: Mapping[str, float], at: float | None = None, *, whole: bool = True) -> None:
         if self._board is not None:
             round_, phase = self._place
-            self._board.write(MetricPoint(time.time() if at is None else at, self._steps, round_, phase, metrics))
+            now = time.time() if at is None else at
+            self._board.write(MetricPoint(now, self._steps, round_, phase, metrics, whole))
 
     # --- what is watched -----------------------------------------------------------------------------------------
 
@@ -165,10 +169,20 @@ class Monitoring:
                 sink.close()
             raise
 
-    async def _report_lag(self) -> None:
+    async def _report(self) -> None:
         while True:
             await asyncio.sleep(self._section.device_every_s)
             self._tell_lag()
+            self._told(self._look_for_stall)
+
+    def _look_for_stall(self) -> None:
+        waited = time.monotonic() - self._stepped
+        if waited <= self._section.stall_s:
+            self._held.discard("stall")
+        elif "stall" not in self._held:
+            self._held.add("stall")
+            message = f"No step has ended for {waited:.0f} s: the run stands still, or its steps are that long."
+            self._alert(Alert("stall", message))
 
     def _tell_lag(self) -> None:
         if (window := self._lag.take()) is not None:
@@ -184,7 +198,7 @@ class Monitoring:
         for name, alert in alerts.items():
             if name not in self._held:
                 self._alert(alert)
-        self._held = set(alerts)
+        self._held = set(alerts) | (self._held & {"stall"})
         self._write({f"loop/{name}": value for name, value in metrics.items()})
 
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:

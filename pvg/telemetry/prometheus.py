@@ -65,7 +65,8 @@ class MetricsEndpoint:
         return f"http://{self.host}:{self.port}/metrics"
 
     def write(self, point: MetricPoint) -> None:
-        """Show the point's values in place of those of the last point of the same kind and phase."""
+        """Show the point's values in place of those of the last point of the same kind and phase, or beside them where
+        it is not whole."""
         by_place: dict[str, dict[str, float]] = {}
         for name, value in point.metrics.items():
             place, _, short = name.partition("/")
@@ -96,6 +97,8 @@ class MetricsEndpoint:
             entry = metric(name)
             meaning = entry.meaning if entry is not None else name
             shown.add(self._set(exposed_name(name), meaning, _labels(place, short, point), value))
+        if not point.whole:
+            shown |= self._shown.get(group, set())
         for gauge, labels in self._shown.get(group, set()) - shown:
             if labels:
                 self._gauges[gauge].remove(*labels)

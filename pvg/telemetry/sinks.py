@@ -34,13 +34,15 @@ FLUSH_EVERY_S = 5.0  # so that TensorBoard shows a run while it goes on
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
     """Some metrics at one moment, under their full names (pvg.telemetry.catalogue). `time` is in seconds since 1970,
-    `step` counts the steps of the whole run. A value that does not exist is NaN."""
+    `step` counts the steps of the whole run. A value that does not exist is NaN. A point that is not `whole` adds to
+    the last one of its kind; any other stands in its place."""
 
     time: float
     step: int
     round: int
     phase: str
     metrics: Mapping[str, float]
+    whole: bool = True
 
 
 class MetricSink(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -49,7 +50,8 @@ def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(co
         comparison = compare_reports(
             ten_metrics(random, count), ten_metrics(random, count), fail_above=0.0, resamples=RESAMPLES
         )
-        assert comparison.tested == len(comparison.metrics) == METRICS
+        assert len(comparison.metrics) == METRICS
+        assert comparison.tested == METRICS - 1  # a time and its rate are one quantity
         wolves += any(metric.verdict in ("worse", "better") for metric in comparison.metrics)
     assert wolves <= 0.05 * trials
 
@@ -164,6 +166,36 @@ def test_five_samples_find_a_large_difference_among_many_metrics() -> None:
     assert len(comparison.with_verdict("no difference seen")) == 19
 
 
+def crowd(count: int, values: list[float]) -> dict[str, Samples]:
+    """Metrics of the same values, each in an order of its own."""
+    orders = itertools.islice(itertools.permutations(values), 1, count + 1)
+    return {f"n{place}": lower(list(order)) for place, order in enumerate(orders)}
+
+
+def test_names_of_one_quantity_count_once() -> None:
+    """A time, the rates that are made of it, and something else that was measured beside it."""
+    b, other = times(1.2), [5.0, 7.0, 6.0, 5.5, 6.5, 7.5]
+    rates = ({"rate": higher([1 / v for v in BASE])}, {"rate": higher([1 / v for v in b])})
+    alone = compared({"s": lower(BASE)}, {"s": lower(b)})
+    both = compared({"s": lower(BASE)} | rates[0], {"s": lower(b)} | rates[1])
+    assert (both.tested, of(both, "s").ratio) == (1, of(alone, "s").ratio)
+    assert {of(both, name).verdict for name in ("s", "rate")} == {"worse"}
+    third = compared(
+        {"s": lower(BASE), "o": lower(other)} | rates[0], {"s": lower(b), "o": lower(other[::-1])} | rates[1]
+    )
+    assert third.tested == 2
+
+
+def test_from_nothing_to_something_is_worse_than_any_threshold_and_the_reverse_is_not() -> None:
+    some, none = lower([3.0, 4.0, 5.0, 6.0, 7.0]), lower([0.0] * 5)
+    assert [metric.name for metric in compared({"copied": none}, {"copied": some}, fail_above=10).failing] == ["copied"]
+    assert not compared({"copied": some}, {"copied": none}, fail_above=0).failing
+    now_and_then = lower([0.0, 3.0, 4.0, 5.0, 6.0])  # no interval, but medians: 4 against 40
+    often = lower([30.0, 35.0, 40.0, 45.0, 50.0])
+    assert compared({"copied": now_and_then}, {"copied": often}, fail_above=8.9).failing
+    assert not compared({"copied": now_and_then}, {"copied": often}, fail_above=9.1).failing
+
+
 def test_the_interval_is_adjusted_for_the_metrics_that_could_differ() -> None:
     one = compared({"s": lower(BASE)}, {"s": lower(times(1.01))})
     constant = {f"c{place}": lower([2.0] * 6) for place in range(5)}
@@ -171,7 +203,7 @@ def test_the_interval_is_adjusted_for_the_metrics_that_could_differ() -> None:
     assert (one.tested, one.confidence) == (1, 0.95)
     assert with_constants.tested == 1
     assert of(with_constants, "s") == of(one, "s")
-    many = {f"n{place}": lower(BASE) for place in range(9)}
+    many = crowd(9, BASE)
     adjusted = compared({"s": lower(BASE)} | many, {"s": lower(times(1.01))} | many)
     assert adjusted.confidence == pytest.approx(0.995)
     wide, narrow = of(adjusted, "s").ratio, of(one, "s").ratio
@@ -195,12 +227,12 @@ def test_samples_of_zero_have_no_ratio_and_the_rank_test_decides() -> None:
         0,
     )
     lag, same = of(comparison, "lag"), of(comparison, "same")
-    assert (lag.ratio, lag.verdict, lag.beyond) == (None, "worse", False)
+    assert (lag.ratio, lag.verdict, lag.beyond) == (None, "worse", True)  # infinitely worse
     assert (same.ratio, same.verdict) == (None, "no difference seen")
     few = compared({"lag": lower([0.0] * 4)}, {"lag": lower([1.0, 2.0, 3.0, 4.0])})
     assert of(few, "lag").verdict == "worse"  # 2/70 is below 5 %
-    crowd = {f"m{place}": lower(BASE[:4]) for place in range(9)}
-    few = compared({"lag": lower([0.0] * 4)} | crowd, {"lag": lower([1.0, 2.0, 3.0, 4.0])} | crowd)
+    others = crowd(9, BASE[:4])
+    few = compared({"lag": lower([0.0] * 4)} | others, {"lag": lower([1.0, 2.0, 3.0, 4.0])} | others)
     assert of(few, "lag").verdict == "too few samples"  # but not below 0.5 %
 
 

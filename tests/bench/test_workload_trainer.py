@@ -117,7 +117,10 @@ def test_flops_agree_with_torchs_counter() -> None:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.module(input_ids=ids_BL, use_cache=False)
         # The tied embedding is a matrix product once, as the head; norms are parameters without one.
-        assert forward_flops(model, np.full(rows, length)) == pytest.approx(counter.get_total_flops(), rel=0.01)
+        counted = forward_flops(model, np.full(rows, length), predicted=rows * length)
+        assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+        head = model.module.get_output_embeddings().weight.numel()
+        assert counted - forward_flops(model, np.full(rows, length), predicted=0) == 2.0 * head * rows * length
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     with loop, run.lock():
         loop.run(main())
     return run, observer
+
+
+class StopSoon(SilentObserver):
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+
+    def progressed(self, progress: Progress) -> None:
+        self._stop.set()
 
 
 def records(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
@@ -133,6 +142,19 @@ def test_the_event_log_pairs(measured: tuple[RunDirectory, Scraping]) -> None:
     assert events["rollout", "batch"] > 0
     assert events["loop", "lag"] == len(records(run, "loop"))
     assert events["run", "start"] == events["run", "stop"] == 1
+
+
+def test_every_process_of_a_run_leaves_its_last_word(tmp_path: Path) -> None:
+    experiment = small_experiment()
+    run = RunDirectory.create(tmp_path, "stopped", experiment)
+    for resume in (False, True):
+        stop = asyncio.Event()
+        observer = SilentObserver() if resume else StopSoon(stop)
+        with run.lock():
+            asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=resume))
+    assert [record["status"] for record in records(run, "run")] == ["interrupted", "complete"]
+    told = [(r["round"], r["phase"], r["step"]) for r in records(run, "step")]
+    assert len(told) == len(set(told))
 
 
 def test_the_endpoint_served_the_metrics_while_the_run_was_played(measured: tuple[RunDirectory, Scraping]) -> None:

@@ -136,6 +136,18 @@ def test_a_stall_is_an_alert(tmp_path: Path) -> None:
     assert max(fields["metrics"]["lag_max_s"] for fields in told.of("loop")) > 0.25
 
 
+def test_a_run_that_stands_still_is_an_alert_until_a_step_ends(tmp_path: Path) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        await until(lambda: told.alerts)
+        await asyncio.sleep(0.2)
+        assert len(told.alerts) == 1
+        monitoring.step(0, "mint", 1, {}, {}, {})
+        await until(lambda: len(told.alerts) == 2)
+
+    told = watch(tmp_path, body, stall_s=0.15, loop_lag_p90_s=100.0)
+    assert {alert.name for alert in told.alerts} == {"stall"}
+
+
 def test_an_alert_is_told_when_it_begins_to_hold(tmp_path: Path) -> None:
     bad, good = LagWindow.of([2.0]), LagWindow.of([0.01])
 

@@ -15,10 +15,9 @@ import numpy as np
 from pvg.errors import StateError, UsageError
 from pvg.records import Rollout
 from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo, read_json_lines
+from pvg.telemetry.training_time import trained_seconds
 
 PHASE = "train_prover"
-# What the trainer's own time consists of; old runs lack some of them.
-TRAINER_PARTS = ("reference", "recompute", "pack", "forward_backward", "optimizer")
 
 Place = tuple[int, int]  # round, and number of the batch in its prover phase
 
@@ -82,7 +81,7 @@ def train_seconds(run: RunDirectory, batches: Sequence[RecordedBatch]) -> list[f
 def _trainer_seconds(record: dict[str, Any]) -> float:
     """Busy where it was recorded: what the trainer worked while something else held the step up counts too."""
     parts = record.get("busy") or record["budget"]
-    return float(sum(parts.get(part, 0.0) for part in TRAINER_PARTS))
+    return trained_seconds(parts)
 
 
 def prover_shards(run: RunDirectory) -> list[ShardInfo]:

@@ -10,10 +10,11 @@ again where `rollout.logprobs` says so. The learning rate is 0. AdamW does the s
 stay those that the batches were made for: each sample computes what the first one computed, however many there are.
 
 MFU is the share of this machine's own matmul rate (pvg.bench.machine) that goes into floating-point operations which
-the work cannot do without: 6 N T + 12 l d S for forward and backward, and a third of that for a reference's forward,
-with N parameters, T tokens that are no padding, l layers, d = heads x head size, and S the sum over the sequences of
-their squared lengths (PaLM, arXiv 2204.02311, appendix B). What is computed a second time (recomputed log-probs,
-gradient checkpointing) and padding count as time, not as work.
+the work cannot do without: 6 N T + 6 H C + 12 l d S for forward and backward, and a third of that for a reference's
+forward, with N parameters of the layers, T tokens that are no padding, H parameters of the head, which only the C
+completion tokens need, l layers, d = heads x head size, and S the sum over the sequences of their squared lengths
+(PaLM, arXiv 2204.02311, appendix B, which counts the head for all tokens). What is computed a second time (recomputed
+log-probs, gradient checkpointing) and padding count as time, not as work.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ class TrainerWorkload:
     def _flops(self) -> float:
         """Floating-point operations that one sample cannot do without (see the module)."""
         lengths = np.concatenate([batch.lengths_N for batch in self._batches])
-        forward = forward_flops(self._players.base, lengths)
+        predicted = sum(int(batch.completion_lengths_N.sum()) for batch in self._batches)
+        forward = forward_flops(self._players.base, lengths, predicted)
         computes_reference = self._kl > 0.0 and self._own.reference == "recomputed"
         return forward * (3 + computes_reference)
 
@@ -253,16 +255,22 @@ class TrainerWorkload:
         await self._stack.aclose()
 
 
-def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.int64]]) -> float:
-    """Floating-point operations of one forward pass over sequences of these lengths: 2 N T + 4 l d S (see the module).
+def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.int64]], predicted: int) -> float:
+    """Floating-point operations of one forward pass over sequences of these lengths, of which `predicted` tokens get
+    logits: 2 N T + 2 H `predicted` + 4 l d S (see the module).
 
     The count is the usual one, not the least one: attention is not halved for being causal.
     """
+    head = model.module.get_output_embeddings().weight
+    table = model.module.get_input_embeddings().weight
+    # Looking a token up in the table costs nothing; where head and table are one, its parameters are counted once.
+    body: int = model.num_parameters - head.numel() - (0 if table is head else table.numel())
     config = model.module.config.get_text_config()
     heads = config.num_attention_heads
     width = int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
     squares = float(np.square(lengths_N.astype(np.float64)).sum())
-    return 2.0 * model.num_parameters * float(lengths_N.sum()) + 4.0 * int(config.num_hidden_layers) * width * squares
+    attention = 4.0 * int(config.num_hidden_layers) * width * squares
+    return float(2.0 * body * lengths_N.sum() + 2.0 * head.numel() * predicted + attention)
 
 
 def _without_kl(experiment: Experiment) -> Experiment:

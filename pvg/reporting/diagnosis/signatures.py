@@ -175,7 +175,7 @@ def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
     share = sums["idle_ms"] / sums["wall_ms"] if sums["wall_ms"] else 0.0
     if share < STARVED_SHARE or not costs(tally, sums["idle_ms"]):
         return None
-    says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for what it trains on."
+    says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: others work, or it waits."
     longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
         says += (
