@@ -8,7 +8,10 @@ Invariant: with --json, stdout holds exactly one JSON document, on success and o
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,9 +21,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from pvg.errors import EXIT_USAGE, PvgError
+from pvg.errors import EXIT_ENVIRONMENT, EXIT_USAGE, PvgError
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # as in pvg.store, which is not loaded for this
 EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -56,9 +60,19 @@ def guarded(command: Command) -> Command:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         with Border(as_json=kwargs["as_json"], debug=kwargs["debug"]):
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            sys.stdout.flush()  # here, where a full disk is told, and not at the end of the process
+            return result
 
     return run  # type: ignore[return-value]
+
+
+def _silence_stdout() -> None:
+    """What is still in its buffer is dropped; else Python tries it again at its end, and says so in its own way."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 class Border:
@@ -79,6 +93,8 @@ class Border:
             say("Stopped before anything was started.")
             self._document("Stopped", "Stopped before anything was started.", "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
+        elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename:  # of a stream, not a file
+            self._no_room(error)
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
         ):
@@ -93,6 +109,13 @@ class Border:
         self._document(type(error).__name__, error.message, error.remedy, error.exit_code)
         raise typer.Exit(error.exit_code) from error
 
+    def _no_room(self, error: OSError) -> None:
+        """What was printed did not fit where stdout leads; a document would not either."""
+        say(f"error: The output cannot be written: {error.strerror}.", typer.colors.RED)
+        say("Make room, or send the output elsewhere.")
+        _silence_stdout()
+        raise typer.Exit(EXIT_ENVIRONMENT) from error
+
     def _defect(self, error: Exception) -> None:
         traceback.print_exception(error)
         say(
@@ -104,7 +127,10 @@ class Border:
 
     def _document(self, kind: str, message: str, remedy: str, exit_code: int) -> None:
         if self.as_json:
-            emit_error(kind, message, remedy, exit_code)
+            try:
+                emit_error(kind, message, remedy, exit_code)
+            except OSError:  # stdout takes nothing; the lines on stderr have said it
+                _silence_stdout()
 
 
 class Commands(TyperGroup):

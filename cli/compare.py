@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError
 
 if TYPE_CHECKING:
     from pvg.bench.compare import Comparison
@@ -110,10 +110,14 @@ def _read(path: Path) -> BenchReport:
 
 
 def _write(path: Path, text: str, reports: tuple[Path, Path]) -> None:
+    from pvg.store.atomic import write_output
+
     if path.exists() and any(path.samefile(report) for report in reports):
         raise UsageError(f"--markdown {path} would overwrite a report.", "Name another file.")
     try:
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text.encode())
+    except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
+        raise MissingRequirementError(error.message, "Name another file.") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
     say(f"Written to {path}.")

@@ -19,7 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pvg.errors import MissingRequirementError, UsageError
-from pvg.store.atomic import write_atomic
+from pvg.store.atomic import write_output
 
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
@@ -180,7 +180,7 @@ def write_report(path: Path, report: BenchReport) -> None:
     data = orjson.dumps(report.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     elsewhere = "Make room or permission there, or write the report elsewhere with --out FILE."
     try:
-        write_atomic(path, data)
+        write_output(path, data)
     except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
         raise MissingRequirementError(error.message, elsewhere) from error
     except OSError as error:

@@ -52,6 +52,17 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that a user named: as `write_atomic`, but into the file a link leads to, and straight into what is
+    there and no file. A rename over a device would replace the device (/dev/null, where root is who calls).
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with disk_full_explained(path), open(path, "wb") as file:
+            file.write(data)
+    else:
+        write_atomic(Path(os.path.realpath(path)), data)
+
+
 def temporary_beside(path: Path) -> Path:
     """A name in the folder of `path` that no other writer has and that recovery knows as a temporary."""
     return path.parent / f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(4)}"

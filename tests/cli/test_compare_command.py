@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import sys
 from pathlib import Path
 
@@ -109,6 +110,21 @@ def test_markdown_never_overwrites_a_report(reports: tuple[str, str]) -> None:
     assert read_report(Path("b.json"))
     assert pvg("compare", *reports, "--markdown", "none/such.md").code == 2
     assert pvg("compare", *reports, "--markdown", "--json").code == 2
+
+
+def test_markdown_that_does_not_fit_leaves_what_was_there(reports: tuple[str, str]) -> None:
+    Path("out.md").write_text("before")
+    called = pvg_process(
+        "compare",
+        *reports,
+        "--markdown",
+        "out.md",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
+    )
+    assert called.code == 3
+    assert called.err.startswith("error: The file size limit") or "out.md" in called.err
+    assert "Name another file." in called.err
+    assert Path("out.md").read_text() == "before"
 
 
 def test_the_same_file_twice(reports: tuple[str, str]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
-from calling import Called, pvg
+from calling import ENTRY, Called, pvg
 
 import cli.doctor
 from cli.doctor import Finding
@@ -121,6 +122,30 @@ def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch
 def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(empty_folder: Path) -> None:
     (empty_folder / "runs").write_text("a file in the way")
     assert_told(pvg("train"), 3, "cannot be made", "store.root")
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("bench",), 3, "The output cannot be written: No space left"),
+        (("bench", "--json"), 3, "The output cannot be written: No space left"),
+        (("config", "show"), 3, "The output cannot be written: No space left"),
+        (("bench", "--profile", "gone", "--json"), 2, "no profile 'gone'"),
+    ],
+    ids=mistake_name,
+)
+def test_output_that_does_not_fit_is_no_defect(arguments: tuple[str, ...], code: int, says: str) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run([*ENTRY, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,16 @@ def test_mistakes_are_usage_errors(arguments: tuple[str, ...], message: str) -> 
     assert not list(Path().glob("profile-*"))
 
 
+def test_damaged_spans_leave_no_folder_behind() -> None:
+    with_spans()
+    path = Path("runs/first/spans.jsonl")
+    path.write_bytes(b"\xff\n" + path.read_bytes())
+    called = pvg("profile", "--run", "first", "--out", "made")
+    assert called.code == 2
+    assert "line 1, is damaged" in called.err
+    assert not Path("made").exists()
+
+
 def test_a_demanded_py_spy_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
-from pvg.store.atomic import make_directory, remove_temporaries, temporary_beside, write_atomic
+from pvg.store.atomic import make_directory, remove_temporaries, temporary_beside, write_atomic, write_output
 
 
 def test_write_replaces_the_whole_file_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -46,6 +46,24 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path, mon
     assert caught.value.errno == errno.EIO
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_user_names_may_be_a_link_or_a_device(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to("page.html")
+    for text in (b"new", b"newer"):
+        write_output(link, text)
+        assert link.is_symlink()
+        assert (tmp_path / "page.html").read_bytes() == text
+    os.mkfifo(pipe)  # as good as /dev/null, which root would lose by a rename
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output(pipe, b"through it")
+    assert os.read(reader, 100) == b"through it"
+    os.close(reader)
+    assert pipe.is_fifo()
+    with pytest.raises(IsADirectoryError):
+        write_output(tmp_path, b"into a folder")
+    assert {path.name for path in tmp_path.iterdir()} == {"link.html", "page.html", "pipe"}
 
 
 def test_other_system_errors_surface(tmp_path: Path) -> None:

@@ -110,10 +110,11 @@ def profile_run(run: RunDirectory, folder: Path) -> Profiled:
     """The timeline of a run, from the spans and samples it has written. Raises UsageError when it has none."""
     if not run.spans.is_file():
         raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
+    metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
+    spans = list(read_json_lines(run.spans))  # a damaged file leaves no folder behind
     made = Profiled(_new(folder), f"the run {run.name}")
-    metrics = read_json_lines(run.metrics) if run.metrics.is_file() else ()
     path = made.folder / "timeline.json.gz"
-    count = write_trace(path, trace_events(read_json_lines(run.spans), metrics, name=f"pvg, {run.name}"))
+    count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))
     what = f"The run as it ran: phases, steps, spans by thread, device samples, loop lag, alerts ({count:,} events)."
     made.files.append(Made(path.name, what, PERFETTO))
     _write_index(made)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pvg.errors import MissingRequirementError
 from pvg.reporting.page.markup import Html, Piece, div, join, span, tag
-from pvg.store.atomic import write_atomic
+from pvg.store.atomic import write_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def write_page(path: Path, page: str) -> None:
     """Replace `path` by the page, whole or not at all. Raises MissingRequirementError where it cannot be written."""
     remedy = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
     try:
-        write_atomic(path, page.encode())
+        write_output(path, page.encode())
     except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
         raise MissingRequirementError(error.message, remedy) from error
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pvg.reporting.figures import ABSENT, Style, figure, percent, shown
-from pvg.reporting.page.charts import Kind, Line, Reference, line_chart, mirrored_histogram
+from pvg.reporting.page.charts import WINDOW, Kind, Line, Reference, line_chart, mirrored_histogram
 from pvg.reporting.page.document import Section, details, grid
 from pvg.reporting.page.frame import Across, Key, legend
 from pvg.reporting.page.markup import Html, Piece, table, tag
@@ -173,7 +173,9 @@ def learning_section(summary: RunSummary) -> Section:
     prover, verifier = Steps(summary.steps, PROVER), Steps(summary.steps, VERIFIER)
     charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
     body = [grid(*charts), details("All other metrics of the steps", _other_charts(prover), _other_charts(verifier))]
-    lead = "Step by step, on the problems in training. Faint: each point. Strong: the mean over 5 points."
+    lead = "Step by step, on the problems in training."
+    if prover.smoothed or verifier.smoothed:
+        lead += f" Faint: each point. Strong: the mean over {WINDOW} points."
     return Section("learning", "Learning", body, lead if any(chart is not None for chart in charts) else "")
 
 
@@ -368,7 +370,7 @@ def _tallest(kinds: list[Kind]) -> int:
 def _accepted(found: RoundScores) -> str:
     """What the threshold makes of the two kinds that matter."""
     words = []
-    for kind, verb in (("helpful correct", "helpful solutions"), ("sneaky flaw", "flaws")):
+    for kind, verb in (("helpful correct", "correct helpful solutions"), ("sneaky flaw", "flaws")):
         share = found.accepted(kind)
         if share is not None:
             words.append(f"{percent(share)} of {len(found.kinds[kind])} {verb}")

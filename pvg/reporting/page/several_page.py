@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pvg.reporting.figures import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
-from pvg.reporting.page.charts import Line, line_chart, stacked_row
+from pvg.reporting.page.charts import WINDOW, Line, line_chart, stacked_row
 from pvg.reporting.page.document import Section, badge, document, facts, grid
 from pvg.reporting.page.frame import Across, Key, legend, swatch
 from pvg.reporting.page.markup import Html, Piece, div, span, table, tag
@@ -73,7 +73,7 @@ def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSum
             "learning",
             "Learning",
             [legend(run.key for run in runs), grid(*_step_charts(runs))],
-            "Step by step. Each line is the mean over 5 points.",
+            "Step by step." + (f" Each line is the mean over {WINDOW} points." if any(_smoothed(runs)) else ""),
         ),
         _final(runs),
         _time(runs),
@@ -109,6 +109,12 @@ def _runs_table(runs: Sequence[Named]) -> Html:
 
 
 # --- curves ------------------------------------------------------------------------------------------------------
+
+
+def _smoothed(runs: Sequence[Named]) -> Iterator[bool]:
+    for _, phase, _, _ in BY_STEP:
+        for run in runs:
+            yield Steps(run.summary.steps, phase).smoothed
 
 
 def _step_charts(runs: Sequence[Named]) -> list[Html | None]:

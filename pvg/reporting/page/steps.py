@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pvg.reporting.figures import compact
-from pvg.reporting.page.charts import Line
+from pvg.reporting.page.charts import SMOOTHED_FROM, Line
 from pvg.reporting.page.frame import FULL_NAMES, Across, Band
 from pvg.reporting.page.scales import Point
 from pvg.reporting.run_summary import StepRecord
@@ -36,6 +36,11 @@ class Steps:
 
     def __bool__(self) -> bool:
         return bool(self.rounds)
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether a mean is drawn through the lines of any round."""
+        return any(len(found) >= SMOOTHED_FROM for found in self.rounds.values())
 
     def across(self) -> Across:
         """The axis, with a band per round."""
