@@ -21,10 +21,16 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from pvg.errors import EXIT_ENVIRONMENT, EXIT_USAGE, PvgError
+from pvg.errors import EXIT_ENVIRONMENT, EXIT_USAGE, MissingRequirementError, PvgError, UsageError
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # as in pvg.store, which is not loaded for this
+# What a path that a user named can be, wherever it is first looked at.
+PATH_MISTAKES = {
+    errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),
+    errno.ELOOP: (UsageError, "The link leads to itself; name another path."),
+    errno.EACCES: (MissingRequirementError, "Ask for the permission, or name another path."),
+}
 EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -67,6 +73,11 @@ def guarded(command: Command) -> Command:
     return run  # type: ignore[return-value]
 
 
+def _shortened(path: object) -> str:
+    name = str(path)
+    return name if len(name) <= 80 else f"{name[:40]}...{name[-37:]}"
+
+
 def _silence_stdout() -> None:
     """What is still in its buffer is dropped; else Python tries it again at its end, and says so in its own way."""
     with contextlib.suppress(OSError, ValueError):
@@ -95,6 +106,9 @@ class Border:
             raise typer.Exit(EXIT_STOPPED)
         elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename:  # of a stream, not a file
             self._no_room(error)
+        elif isinstance(error, OSError) and error.errno in PATH_MISTAKES:
+            kind_of, remedy = PATH_MISTAKES[error.errno]
+            self._mistake(kind_of(f"{_shortened(error.filename)}: {error.strerror}.", remedy))
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
         ):

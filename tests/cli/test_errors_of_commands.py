@@ -124,6 +124,31 @@ def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(empty_folder: Path) -
     assert_told(pvg("train"), 3, "cannot be made", "store.root")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", "n" * 300),
+        ("diagnose", "n" * 300),
+        ("compare", "n" * 300, "b.json"),
+        ("bench", "--profile", "n" * 300),
+        ("bench", "--profile", "rollout", "--out", "n" * 300),
+        ("profile", "n" * 300),
+        ("train", "n" * 300),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_name_that_no_file_can_have_is_a_mistake(arguments: tuple[str, ...]) -> None:
+    assert_told(pvg(*arguments), 2, "File name too long", "shorter")
+
+
+def test_a_path_that_may_not_be_read_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "runs/secret")
+
+    monkeypatch.setattr("cli.resolve.resolve", denied)
+    assert_told(pvg("config", "show"), 3, "runs/secret: Permission denied.")
+
+
 FULL = Path("/dev/full")
 
 
