@@ -12,9 +12,11 @@ import contextlib
 import errno
 import functools
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Annotated, Any, TypeVar
 
@@ -65,7 +67,7 @@ def guarded(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with Border(as_json=kwargs["as_json"], debug=kwargs["debug"]):
+        with terminated_as_interrupted(), Border(as_json=kwargs["as_json"], debug=kwargs["debug"]):
             result = command(*args, **kwargs)
             sys.stdout.flush()  # here, where a full disk is told, and not at the end of the process
             return result
@@ -84,6 +86,19 @@ def _silence_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a command in order, as Ctrl-C does. A command that commits puts its own handler in this place."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Border:

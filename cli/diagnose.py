@@ -43,12 +43,15 @@ def diagnose(
     refused = _checked(fail_on or [])
     sources, telemetry = _sources(logs, runs)
     found = look(sources, telemetry)
+    if not found.tally.lines.events:  # or --fail-on would pass whatever file it is given
+        raise UsageError(
+            f"There is no event in {', '.join(logs)}.",
+            "Give a run or its events.log; a line looks like: [weights] t=12.3 event=client.done wall_ms=80",
+        )
     if as_json:
         emit(found.plain())
     else:
         stdout().print(rendered(found))
-    if not found.tally.lines.events:
-        say("There is no event in it. A line looks like: [weights] t=12.3 event=client.done wall_ms=80", "yellow")
     hit = [finding.signature for finding in found.findings if finding.signature in refused or ANY in refused]
     if hit:
         say(f"Found: {', '.join(hit)} (--fail-on).", typer.colors.RED)

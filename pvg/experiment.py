@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 import pvg
 from pvg.errors import ConfigurationError, UsageError
@@ -195,6 +195,13 @@ class Evaluation(Section):
     samples: Count = 2  # per problem and role
 
 
+def _names(value: Any) -> Any:
+    """Names as a list, each once."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value
+
+
 class Telemetry(Section):
     """What is watched, and when it warns. Changes nothing that is computed."""
 
@@ -207,7 +214,9 @@ class Telemetry(Section):
     loop_lag_p99_s: Positive = 5.0
     loop_lag_max_s: Positive = 30.0
     stall_s: Positive = 600.0  # warn when no step has ended for this long
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(default=(), strict=False)
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)
+    ] = ()  # one name, names with commas between, or a list
     metrics_port: Annotated[int, Field(ge=0, lt=65536)] = 0  # Prometheus on 127.0.0.1; 0: none
     sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
     zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same

@@ -359,3 +359,18 @@ def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
 def test_a_setting_of_another_kind_of_task_is_named_as_such():
     with pytest.raises(ConfigurationError, match=r"task\.path is a setting of task\.kind = 'gsm8k' alone"):
         build_experiment({"task": {"kind": "modchain", "path": "/data"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "sinks"),
+    [
+        ("tensorboard", ("tensorboard",)),
+        ("tensorboard, wandb,tensorboard", ("tensorboard", "wandb")),
+        ('["trackio", "trackio"]', ("trackio",)),
+        ("[]", ()),
+    ],
+)
+def test_sinks_are_named_in_any_of_the_usual_ways_and_once_each(given: str, sinks: tuple[str, ...]) -> None:
+    assert load_experiment(find_experiment("modchain"), [f"telemetry.sinks={given}"]).telemetry.sinks == sinks
+    with pytest.raises(ConfigurationError, match=r"telemetry\.sinks"):
+        load_experiment(find_experiment("modchain"), ["telemetry.sinks=tensorbord"])

@@ -10,6 +10,7 @@ A name is looked up in ./profiles, then among the profiles that come with pvg. A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -80,13 +81,15 @@ class Change:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Everything a workload is made from. `origins` says where a changed key was set."""
+    """Everything a workload is made from. `origins` says where a changed key was set; its Players must compute in
+    `executor` where there is one."""
 
     profile: Profile
     experiment: Experiment
     workload: Mapping[str, Any]
     replay: RunDirectory | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    executor: Executor | None = None  # the compute thread that variants which take turns share
 
     def plain(self) -> dict[str, Any]:
         """The resolved configuration, as JSON data: of the profile, and of the experiment."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -27,7 +28,7 @@ from pvg.bench.report import BenchReport, Variant
 from pvg.bench.runner import WALL, OnSample, Trial, run_trials
 from pvg.bench.workloads import REPLAYING, WORKLOADS, WorkloadTable
 from pvg.errors import ConfigurationError, UsageError
-from pvg.experiment import nearest, parse_list
+from pvg.experiment import Experiment, nearest, parse_list
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import DeviceClock
 
@@ -194,15 +195,24 @@ def _interleaved(kind: Kind, choices: Sequence[Choice], wanted: bool | None) -> 
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
+def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
+    """One compute thread for all variants that take turns: with one each, every one of them would be slowed down by the
+    mere presence of the others."""
+    from pvg.game.players import compute_executor
+
+    return compute_executor(experiment.models.threads)
+
+
 def run_plan(plan: Plan, *, command: str, on_sample: OnSample | None = None) -> Result:
     """Measure every variant. A workload's PvgError fails its variant; any other exception surfaces, as does Ctrl-C."""
     profile, experiment = plan.base.profile, plan.base.experiment
     created = datetime.now(UTC).isoformat(timespec="seconds")
     environment = read_environment(experiment.telemetry.event_loop)
     clock = _device_clock(plan.base, environment.gpu)
+    executor = _shared_executor(experiment) if plan.interleave else None
     trials = [
         Trial(
-            partial(plan.table[profile.profile], choice.settings),
+            partial(plan.table[profile.profile], replace(choice.settings, executor=executor)),
             warmup=profile.warmup,
             repeats=profile.repeats,
             label=choice.label,
@@ -212,8 +222,9 @@ def run_plan(plan: Plan, *, command: str, on_sample: OnSample | None = None) -> 
         )
         for choice in plan.choices
     ]
-    if plan.interleave:
-        on_loop(experiment.telemetry.event_loop, run_trials(trials))
+    if executor is not None:
+        with executor:
+            on_loop(experiment.telemetry.event_loop, run_trials(trials))
     else:
         for trial, choice in zip(trials, plan.choices, strict=True):
             on_loop(choice.settings.experiment.telemetry.event_loop, run_trials([trial]))

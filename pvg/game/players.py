@@ -35,18 +35,28 @@ T = TypeVar("T")
 ALL_THREADS = torch.get_num_threads()
 
 
-class Players:
-    """Opens the base prover and its engine; `close` frees everything that was opened through it."""
+def compute_executor(threads: int) -> ThreadPoolExecutor:
+    """The thread that does all torch work, with a pool of `threads` for it (0: torch's own choice).
 
-    def __init__(self, experiment: Experiment, task: Task, events: Events | None = None) -> None:
+    One per process: beside a second pool, libgomp has both go to sleep between operations instead of spinning, and
+    small models take twice the time.
+    """
+    return ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or ALL_THREADS,))
+
+
+class Players:
+    """Opens the base prover and its engine; `close` frees everything that was opened through it. An `executor` that is
+    handed in stays the caller's."""
+
+    def __init__(
+        self, experiment: Experiment, task: Task, events: Events | None = None, executor: Executor | None = None
+    ) -> None:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
-        threads = experiment.models.threads or ALL_THREADS
-        torch.set_num_threads(threads)
-        self.executor: Executor = ThreadPoolExecutor(
-            1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+        torch.set_num_threads(experiment.models.threads or ALL_THREADS)
+        self._owns_executor = executor is None
+        self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         self.base: LanguageModel = open_model(experiment.models.prover, self.device)
         rollout = experiment.rollout
         dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
@@ -97,4 +107,5 @@ class Players:
     async def close(self) -> None:
         await self.engine.close()
         self.base.close()
-        self.executor.shutdown(wait=True)
+        if self._owns_executor:
+            self.executor.shutdown(wait=True)

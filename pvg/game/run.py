@@ -125,6 +125,8 @@ async def open_session(
         check_prompts_fit(session)
     ledger.log.event("run", event="start", run=run.name, round=ledger.state.round, phase=ledger.state.phase.value)
     session.monitoring = await stack.enter_async_context(monitoring_of(session, run))
+    if url := session.monitoring.endpoint_url:
+        observer.noticed(f"Metrics for Prometheus: {url}")
     return session
 
 

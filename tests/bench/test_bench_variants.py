@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,26 @@ def test_every_shipped_profile_and_its_ladder_can_be_planned(name: str) -> None:
     assert plan.samples == plan.base.profile.warmup + plan.base.profile.repeats
     if plan.base.profile.ladder:
         assert len(plan_bench(name, ablate=True).choices) == len(plan.base.profile.ladder) + 1
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_variants_that_take_turns_compute_in_one_thread(interleave: bool) -> None:
+    """One each would slow all of them down: see pvg.game.players.compute_executor."""
+    executors: list[Executor | None] = []
+
+    def make(settings: BenchSettings) -> Workload:
+        executors.append(settings.executor)
+        return TinyWorkload(settings, None)
+
+    sweep = "rollout.max_rows=8,16,32"
+    plan = plan_bench("tiny", ["repeats=1"], table={"tiny": make}, sweep=sweep, interleave=interleave)
+    executors.clear()  # of the planning, which looks whether all can be made
+    assert run(plan).report.status == "ok"
+    assert len(executors) == 3
+    if interleave:
+        assert len(set(executors)) == 1
+        assert executors[0] is not None
+        with pytest.raises(RuntimeError, match="shutdown"):
+            executors[0].submit(print)
+    else:
+        assert set(executors) == {None}

@@ -195,12 +195,13 @@ def test_a_full_disk_is_known_before_the_work() -> None:
     assert reports() == []
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_ctrl_c_stops_at_once_and_leaves_no_half_report(loop: str, tiny: Path) -> None:
+def test_ctrl_c_stops_at_once_and_leaves_no_half_report(how: signal.Signals, loop: str, tiny: Path) -> None:
     running = process("-s", "workload.fault=wait", "-s", f"telemetry.event_loop={loop}")
     assert running.stdout is not None
     assert running.stdout.readline() == "waiting\n"
-    running.send_signal(signal.SIGINT)
+    running.send_signal(how)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert (out, err.splitlines()[-1]) == ("", "Stopped. No report was written.")

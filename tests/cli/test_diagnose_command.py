@@ -92,7 +92,8 @@ def test_mistakes() -> None:
         assert called.code == 2
         assert message in called.err
     empty = pvg("diagnose", "empty.log")
-    assert (empty.code, "There is no event in it" in empty.err) == (0, True)
+    assert (empty.code, "There is no event in empty.log" in empty.err) == (2, True)
+    assert pvg("diagnose", "empty.log", "--fail-on", "any").code == 2  # nothing was looked at, so nothing has passed
 
 
 def test_text_of_a_log_is_no_markup() -> None:

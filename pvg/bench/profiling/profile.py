@@ -25,6 +25,7 @@ from pvg.bench.report import Budget
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads import WORKLOADS, WorkloadTable
 from pvg.errors import MissingRequirementError, UsageError
+from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.chrome_trace import trace_events, write_trace
@@ -111,7 +112,7 @@ def profile_run(run: RunDirectory, folder: Path) -> Profiled:
     if not run.spans.is_file():
         raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
     metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
-    spans = list(read_json_lines(run.spans))  # a damaged file leaves no folder behind
+    spans = [_span(record, run) for record in read_json_lines(run.spans)]  # a damaged file leaves no folder behind
     made = Profiled(_new(folder), f"the run {run.name}")
     path = made.folder / "timeline.json.gz"
     count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))
@@ -119,6 +120,15 @@ def profile_run(run: RunDirectory, folder: Path) -> Profiled:
     made.files.append(Made(path.name, what, PERFETTO))
     _write_index(made)
     return made
+
+
+def _span(record: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    times = (record.get("start_s"), record.get("end_s"))
+    if isinstance(record.get("name"), str) and all(isinstance(time, (int, float)) for time in times):
+        return record
+    raise DamagedFileError(
+        f"{run.spans} holds a line that is no span: {orjson.dumps(record).decode()[:80]}", "Remove it from the file."
+    )
 
 
 def _py_spy(wanted: bool | None) -> Path | PySpyError | None:

@@ -18,6 +18,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ def make(settings: BenchSettings) -> Workload:
         raise ConfigurationError(
             f"game.stop = {experiment.game.stop!r} may end a sample early.", "Set game.stop = 'steps' for a benchmark."
         )
-    return EndToEnd(experiment, own)
+    return EndToEnd(experiment, own, settings.executor)
 
 
 class ScratchLedger(Ledger):
@@ -122,15 +123,15 @@ class EndToEnd:
         "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings) -> None:
-        self._experiment, self._own = experiment, own
+    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+        self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the newest sample's
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            self._session = _open_session(self._experiment, folder, stack)
+            self._session = _open_session(self._experiment, folder, stack, self._executor)
             players = self._session.players
             self._learner: LanguageModel = stack.enter_context(players.base.copy())
             self._verifier: VerifierModel = players.open_verifier()
@@ -203,13 +204,15 @@ class EndToEnd:
         await self._stack.aclose()
 
 
-def _open_session(experiment: Experiment, folder: Path, stack: AsyncExitStack) -> BenchSession:
+def _open_session(
+    experiment: Experiment, folder: Path, stack: AsyncExitStack, executor: Executor | None
+) -> BenchSession:
     """As pvg.game.run.open_session, but for the tracer: whoever takes the samples drives one already. The session's own
     divides nobody's time."""
     task = open_task(experiment.task)
     ledger = ScratchLedger(RunDirectory.create(folder, "e2e", experiment), experiment, "bench")
     stack.callback(ledger.close)
-    players = Players(experiment, task, ledger.log)
+    players = Players(experiment, task, ledger.log, executor)
     stack.push_async_callback(players.close)
     render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
     session = BenchSession(experiment, task, ledger, players, render, SilentObserver(), asyncio.Event(), Tracer())

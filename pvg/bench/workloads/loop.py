@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,7 +80,7 @@ def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError for rollouts that are no whole groups."""
     own, profile = workload_settings(Settings, settings), settings.profile
     check_work(settings.experiment, None, own.rollouts)
-    return LoopWorkload(settings.experiment, own, profile.warmup + profile.repeats)
+    return LoopWorkload(settings.experiment, own, profile.warmup + profile.repeats, settings.executor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,11 @@ class Stalls:
 class LoopWorkload:
     """`samples`: how many will be taken; all that they write is kept until the workload is closed."""
 
-    def __init__(self, experiment: Experiment, settings: Settings, samples: int) -> None:
+    def __init__(
+        self, experiment: Experiment, settings: Settings, samples: int, executor: Executor | None = None
+    ) -> None:
         self._experiment = experiment
+        self._executor = executor
         self._settings = settings
         self._samples = samples
         self._stalls: list[Stalls] = []
@@ -120,7 +124,7 @@ class LoopWorkload:
     async def _record(self) -> None:
         experiment, settings = self._experiment, self._settings
         task = open_task(experiment.task)
-        players = Players(experiment, task)
+        players = Players(experiment, task, executor=self._executor)
         try:
             tokenizer = players.base.tokenizer
             render = prompt_renderer(experiment.rollout.prompts, tokenizer)

@@ -79,6 +79,7 @@ class RolloutWorkload:
 
     def __init__(self, settings: BenchSettings, own: Settings) -> None:
         self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
+        self._executor = settings.executor
         self.measures: Mapping[str, Measure] = MEASURES | IDLE if settings.replay else MEASURES
         self._counted = Counts()
 
@@ -86,7 +87,7 @@ class RolloutWorkload:
         task = open_task(self._experiment.task)
         recorded = self._recorded(task)
         async with AsyncExitStack() as stack:
-            self._players = Players(self._experiment, task)
+            self._players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(self._players.close)
             self._batches = recorded or [self._fixed()]
             stack.pop_all()  # opened: from here on `close` frees it

@@ -18,6 +18,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,10 +89,10 @@ class Target:
     close: Callable[[], Awaitable[None]]
 
 
-async def open_target(experiment: Experiment, settings: Settings) -> Target:
+async def open_target(experiment: Experiment, settings: Settings, executor: Executor | None = None) -> Target:
     """The experiment's own engine, with the base prover's weights to publish."""
     task = open_task(experiment.task)
-    players = Players(experiment, task)
+    players = Players(experiment, task, executor=executor)
     try:
         render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
         pool = problems_of_half(task, "prover")
@@ -172,8 +173,9 @@ class Update:
 
 
 class SyncWorkload:
-    def __init__(self, experiment: Experiment, settings: Settings) -> None:
+    def __init__(self, experiment: Experiment, settings: Settings, executor: Executor | None = None) -> None:
         self._experiment = experiment
+        self._executor = executor
         self._settings = settings
         self._sampling = Sampling(
             max_tokens=experiment.rollout.max_tokens, stop_ids=(), temperature=experiment.rollout.temperature
@@ -182,7 +184,7 @@ class SyncWorkload:
         self.loaded: list[tuple[Streams, list[Update]]] = []  # of every sample
 
     async def open(self) -> None:
-        self._target = await open_target(self._experiment, self._settings)
+        self._target = await open_target(self._experiment, self._settings, self._executor)
 
     def work(self) -> dict[str, Any]:
         settings = self._settings
@@ -274,7 +276,7 @@ def make(settings: BenchSettings) -> Workload:
             f"workload.streams is {own.streams}, but rollout.concurrency is {concurrency}.",
             f"Set rollout.concurrency={own.streams}.",
         )
-    return SyncWorkload(settings.experiment, own)
+    return SyncWorkload(settings.experiment, own, settings.executor)
 
 
 def _times(load: str, updates: Sequence[Update]) -> dict[str, float]:

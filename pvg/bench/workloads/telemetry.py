@@ -19,12 +19,13 @@ import asyncio
 import contextvars
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads import e2e
+from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.monitoring import Monitoring
@@ -43,7 +44,7 @@ class Settings(e2e.Settings):
 
 def make(settings: BenchSettings) -> Workload:
     e2e_settings = workload_settings(Settings, settings)
-    return TelemetryCost(settings.experiment, e2e_settings)
+    return TelemetryCost(settings.experiment, e2e_settings, settings.executor)
 
 
 class TelemetryCost(e2e.EndToEnd):
@@ -55,8 +56,8 @@ class TelemetryCost(e2e.EndToEnd):
         "overhead": Measure("1", "lower", "telemetry_s / step_s"),
     }
 
-    def __init__(self, experiment: Any, own: Settings) -> None:
-        super().__init__(experiment, own)
+    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+        super().__init__(experiment, own, executor)
         self._telemetry = own
         self._spans: list[Span] = []
         self._monitoring_cpu = 0.0

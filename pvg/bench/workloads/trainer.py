@@ -115,14 +115,14 @@ class TrainerWorkload:
 
     def __init__(self, settings: BenchSettings, own: Settings) -> None:
         self._experiment = _without_kl(settings.experiment) if own.reference == "none" else settings.experiment
-        self._replay, self._own = settings.replay, own
+        self._replay, self._own, self._executor = settings.replay, own, settings.executor
         self._places: list[str] = []
         self._seconds: list[float] = []  # of each sample's steps
         self._reports: list[StepReport] = []  # of the last sample's steps
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
-            self._players = Players(self._experiment, open_task(self._experiment.task))
+            self._players = Players(self._experiment, open_task(self._experiment.task), executor=self._executor)
             stack.push_async_callback(self._players.close)
             self._batches = await self._sampled() if self._replay is None else self._recorded()
             learner = self._players.base.copy()

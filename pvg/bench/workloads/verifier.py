@@ -19,6 +19,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def make(settings: BenchSettings) -> Workload:
             "verifier.score_penalty = 0 leaves no penalty whose cost could be measured.",
             "Set verifier.score_penalty above 0.",
         )
-    return VerifierWork(experiment, own)
+    return VerifierWork(experiment, own, settings.executor)
 
 
 @dataclass
@@ -103,8 +104,8 @@ class VerifierWork:
         "pairs_per_s": Measure("pairs/s", "higher", "pairs drawn and trained on per second"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings) -> None:
-        self._experiment, self._own = experiment, own
+    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+        self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
         self._told = Told()
 
@@ -112,7 +113,7 @@ class VerifierWork:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             task = open_task(self._experiment.task)
-            self._players = players = Players(self._experiment, task)
+            self._players = players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
