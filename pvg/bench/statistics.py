@@ -10,8 +10,8 @@ The interval is the wider, at each end, of two bootstrap intervals of the differ
   (Efron and Tibshirani, An Introduction to the Bootstrap, chapters 12 and 13). It misses too often where values fall
   into two clusters: a median is then far from normal.
 Neither holds its rate alone, the wider of both does: with 4 to 20 samples, normal, skewed, clustered or with strays, it
-left out the truth in 0.3 to 4.0 % of 3,000 trials at 95 %, in 0.0 to 0.7 % at 99.5 % (tests/bench/test_statistics.py
-repeats the smaller part of it). The price is an interval wider than it had to be when there are very few samples.
+left out the truth in 0.3 to 4.0 % of 3,000 trials at 95 %, in 0.0 to 0.7 % at 99.5 % (a smaller part of it is repeated
+in tests/bench/test_bench_statistics.py). The price is an interval wider than it had to be when samples are very few.
 """
 
 from __future__ import annotations
