@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pvg import experiment
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.seeds import seed_for
@@ -97,6 +98,18 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
     )
 
 
+def optimizer_settings(section: experiment.Verifier) -> OptimizerSettings:
+    """What trains a verifier, by its section."""
+    return OptimizerSettings(
+        learning_rate=section.learning_rate,
+        weight_decay=section.weight_decay,
+        warmup=section.warmup,
+        schedule=section.schedule,
+        total_steps=section.steps,
+        gradient_clip=section.gradient_clip,
+    )
+
+
 def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream) -> Trainer[VerifierBatch]:
     section, players = session.experiment.verifier, session.players
     source = PairSource(
@@ -108,19 +121,11 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
         start_step=session.state.step,
         source_fingerprint=players.base.tokenizer.fingerprint,
     )
-    settings = OptimizerSettings(
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        warmup=section.warmup,
-        schedule=section.schedule,
-        total_steps=section.steps,
-        gradient_clip=section.gradient_clip,
-    )
     objective = PairObjective(section, verifier.tokenizer.pad_id)
     trainer = Trainer(
         verifier,
         objective,
-        settings,
+        optimizer_settings(section),
         source,
         executor=players.executor,
         precision=section.precision,

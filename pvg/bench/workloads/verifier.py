@@ -38,6 +38,7 @@ from pvg.experiment import Verifier as VerifierSection
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.game.seeds import draw_cyclic, generator_for, seed_for
+from pvg.game.verifier_phase import optimizer_settings
 from pvg.models.heads import VerifierModel
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
@@ -46,7 +47,6 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks import open_task
 from pvg.tasks.halves import problems_of_half
 from pvg.telemetry.spans import span
-from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.data import PairSource
@@ -197,19 +197,11 @@ class VerifierWork:
     async def _train(self, source: PairSource) -> float:
         """Seconds of `steps` training steps, batches and all."""
         section, players = self._experiment.verifier, self._players
-        settings = OptimizerSettings(
-            learning_rate=section.learning_rate,
-            weight_decay=section.weight_decay,
-            warmup=section.warmup,
-            schedule=section.schedule,
-            total_steps=section.steps,
-            gradient_clip=section.gradient_clip,
-        )
         objective = PairObjective(section, self._verifier.tokenizer.pad_id)
         trainer = Trainer(
             self._verifier,
             objective,
-            settings,
+            optimizer_settings(section),
             source,
             executor=players.executor,
             precision=section.precision,

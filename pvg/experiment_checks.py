@@ -1,0 +1,135 @@
+"""Settings that are valid one by one and cannot work, or are probably not meant, together.
+
+`pvg.experiment` asks both functions; nothing else needs to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pvg.experiment import Experiment
+
+GROUP_NORMALISED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"})
+
+
+def impossibilities(experiment: Experiment) -> list[str]:
+    """Combinations of single valid settings that cannot work; each sentence names the keys and a remedy."""
+    training, rollout, verifier = experiment.training, experiment.rollout, experiment.verifier
+    rollouts = training.groups * rollout.group_size
+    longest = rollout.max_tokens + 1
+    found = []
+    if rollout.group_size == 1 and training.loss in GROUP_NORMALISED_LOSSES:
+        found.append(
+            f"rollout.group_size = 1 leaves {training.loss} no group to take a mean of: every advantage would be 0; "
+            "set rollout.group_size to 2 or more"
+        )
+    if rollouts % training.minibatches:
+        found.append(
+            f"training.minibatches = {training.minibatches} does not divide the batch of {rollouts} rollouts "
+            f"(training.groups x rollout.group_size)"
+        )
+    per_step = rollouts // training.minibatches
+    micro = training.micro_batch_rollouts
+    if micro is not None and micro > per_step:
+        found.append(
+            f"training.micro_batch_rollouts = {micro} is larger than its batch of {per_step} rollouts; "
+            f"set it to at most {per_step}, or leave it out"
+        )
+    if training.accumulation_steps is not None and training.accumulation_steps > per_step:
+        found.append(
+            f"training.accumulation_steps = {training.accumulation_steps} would make micro-batches of less than "
+            f"one rollout out of {per_step}"
+        )
+    for key, budget, rows in (
+        ("training.micro_batch_tokens", training.micro_batch_tokens, 1),
+        ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2),
+        ("verifier.score_tokens", verifier.score_tokens, 1),
+    ):
+        if budget < rows * longest:
+            what = "one rollout" if rows == 1 else "one pair"
+            found.append(
+                f"{key} = {budget} fits no batch: {what} may take {rows * longest} tokens or more "
+                f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it or shorten the completions"
+            )
+    if rollout.logprobs == "sampled" and (rollout.top_p < 1.0 or rollout.top_k > 0) and training.steps > 0:
+        found.append(
+            "rollout.top_p < 1 or rollout.top_k > 0 samples from a cut distribution that the trainer's policy does "
+            'not share; set rollout.logprobs = "recomputed", or sample from the whole distribution'
+        )
+    if rollout.max_rows > rollout.concurrency:
+        found.append(
+            f"rollout.max_rows = {rollout.max_rows} can never be filled by rollout.concurrency = "
+            f"{rollout.concurrency} requests; lower the one or raise the other"
+        )
+    if training.overlong_buffer > rollout.max_tokens:
+        found.append(
+            f"training.overlong_buffer = {training.overlong_buffer} does not fit into rollout.max_tokens = "
+            f"{rollout.max_tokens}"
+        )
+    for player, precision in (("prover", "training.precision"), ("verifier", "verifier.precision")):
+        if getattr(experiment.models, player).dtype != "float32":
+            found.append(
+                f"models.{player}.dtype = {getattr(experiment.models, player).dtype!r} holds weights that cannot be "
+                f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
+                f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
+            )
+    return found + _impossible_roles(experiment)
+
+
+def _impossible_roles(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of the game itself."""
+    game, prompts = experiment.game, experiment.rollout.prompts
+    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward in ("src", "cgc", "decoupled")
+    found = []
+    if two_role_reward and one_role:
+        found.append(
+            f"game.reward = {game.reward!r} is for two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
+            "set it between 0 and 1, or take 'goodhart' or 'correctness'"
+        )
+    if two_role_reward and prompts == "plain":
+        found.append(
+            f"game.reward = {game.reward!r} pays the two roles for opposite things, but rollout.prompts = 'plain' "
+            "gives both the same prompt; set it to 'tag' or 'chat'"
+        )
+    if game.stop == "score_parity" and one_role:
+        found.append(
+            "game.stop = 'score_parity' compares the scores of both roles, but game.sneaky_share = "
+            f"{game.sneaky_share} leaves one; set game.stop to 'steps'"
+        )
+    if game.mint_samples < 2:
+        found.append("game.mint_samples must be at least 2: a pair needs a correct and an incorrect solution")
+    return found
+
+
+def oddities(experiment: Experiment) -> list[str]:
+    """Rewards that prefer a misaligned solution (derived from game.md's formulas), and settings without an effect."""
+    game, training = experiment.game, experiment.training
+    found = []
+    if game.reward == "src":
+        found.append(
+            "game.reward = 'src' pays an aligned solution below its group's mean no more than a misaligned one "
+            "(by design); 'cgc' never does"
+        )
+        if game.misaligned_reward >= 0:
+            found.append(
+                f"game.misaligned_reward = {game.misaligned_reward} pays what src should punish; set it below 0"
+            )
+    if game.reward == "decoupled" and game.decoupled_floor >= 0:
+        found.append(f"game.decoupled_floor = {game.decoupled_floor} is not below every aligned reward; set it below 0")
+    if game.reward == "cgc" and training.overlong_buffer:
+        found.append(
+            "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.cgc_floor"
+        )
+    idle = {
+        "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
+        "rloo": {
+            "training.clip_low": training.clip_low is not None,
+            "training.clip_high": training.clip_high is not None,
+        },
+        "cispo": {"training.clip_low": training.clip_low is not None},
+    }
+    for key, is_set in idle.get(training.loss, {}).items():
+        if is_set:
+            found.append(f"{key} has no effect on training.loss = {training.loss!r}")
+    return found
