@@ -49,3 +49,22 @@ class TrainingDivergedError(PvgError):
     """A loss or a gradient became NaN or infinite; what was committed before it is intact."""
 
     exit_code = EXIT_CHECK_FAILED
+
+
+class ServerUnavailableError(PvgError):
+    """No server answers, or one answers in a way that no server of pvg's does. Names the servers."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class WeightsNotArrivedError(PvgError):
+    """A server does not have the weights that were published: the canary or a checksum says so. Names server and
+    version."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class RolloutFailedError(PvgError):
+    """A rollout that no server delivered within its deadline or its retries. Names the rollout and the last failure."""
+
+    exit_code = EXIT_ENVIRONMENT

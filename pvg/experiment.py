@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1)]
 Folder = Annotated[Path, Field(strict=False)]  # TOML has no paths: text becomes one
 
 # Sections that do not change what is computed: they may differ between a run and its resumption.
-UNHASHED_SECTIONS = frozenset({"telemetry", "store"})
+UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights"})
 
 
 class Section(BaseModel):
@@ -105,7 +105,7 @@ class Models(Section):
 class Rollouts(Section):
     """How solutions are sampled."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     dtype: Literal["model", "float32", "bfloat16"] = "model"  # of the sampler's copy; "model": as the prover's
     group_size: Count = 8
     max_tokens: Count = 48
@@ -114,6 +114,7 @@ class Rollouts(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     max_rows: Count = 256  # rows decoded together
     concurrency: Count = 1024  # requests in flight
+    deadline_s: Positive | None = None  # of one request, retries included (vllm); None: as long as it takes
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
@@ -140,6 +141,7 @@ class Verifier(Section):
     acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9  # share of correct solutions that the threshold accepts
     cache_entries: Count = 100_000
     score_tokens: Count = 16_384  # tokens per scoring batch
+    engine: Literal["torch", "vllm"] = "torch"  # who computes the scores: this process, or serving.verifier_servers
 
 
 class Training(Section):
@@ -166,6 +168,10 @@ class Training(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     gradient_checkpointing: bool = False
+    lora_rank: Annotated[int, Field(ge=0)] = (
+        0  # 0: all weights are trained; else low-rank adapters of all linear layers
+    )
+    lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
     overlong_buffer: Annotated[int, Field(ge=0)] = 0  # dapo's soft overlong reward starts this many tokens early
 
 
@@ -188,11 +194,7 @@ class Game(Section):
     stop_min_steps: Annotated[int, Field(ge=0)] = 10
 
 
-class Evaluation(Section):
-    """Fresh samples taken at the end of each round, on problems nobody trained on."""
-
-    problems: Count = 128
-    samples: Count = 2  # per problem and role
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")]
 
 
 def _names(value: Any) -> Any:
@@ -200,6 +202,56 @@ def _names(value: Any) -> Any:
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
     return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value
+
+
+Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names)]  # one, several with commas, or a list
+
+
+class Serving(Section):
+    """vLLM servers: where they are, how they are asked, and how `pvg serve` starts one. Changes nothing that is
+    computed, so a run may be resumed with other servers."""
+
+    servers: Urls = ("http://127.0.0.1:8000",)  # of the prover
+    verifier_servers: Urls = ()  # of the round's verifier, for verifier.engine = "vllm"
+    reference_servers: Urls = ()  # of the verifier's untrained start (implicit head); none: computed in this process
+    connections: Count | None = None  # to all servers; None: derived from rollout.concurrency
+    seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
+    connect_timeout_s: Positive = 5.0
+    probe_every_s: Positive = 2.0  # how often each server is asked whether it lives
+    probe_timeout_s: Positive = 15.0  # a server that is silent for longer is given up until it answers
+    unavailable_s: Positive = 120.0  # how long a request waits for any server to come back
+    retries: Annotated[int, Field(ge=0)] = 5  # of one request, after failures of servers
+    # How `pvg serve` starts a server.
+    python: str = ""  # the interpreter that has vLLM; "": this one, or the one that `make vllm-cpu` made
+    max_num_seqs: Count = 256  # rows decoded together
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # of the server's GPU
+    cpu_cache_gb: Count = 1  # of its KV cache, where it runs on a CPU
+    prefix_caching: bool = True
+    max_model_len: Count | None = None  # None: the model's own
+    tensor_parallel: Count = 1
+    eager: bool = False  # no CUDA graphs, no compilation; always so on a CPU
+    startup_s: Positive = 900.0
+    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()  # handed on to vLLM as they are
+
+
+class Weights(Section):
+    """How trained weights get to the servers, and how their arrival is proven."""
+
+    transport: Literal["filesystem", "lora", "nccl", "ipc"] = "filesystem"
+    client: Literal["dedicated", "shared"] = "dedicated"  # updates over connections of their own, or generation's
+    root: Folder = Path("runs/.weights")  # a folder that the trainer and the servers share; holds the control key
+    keep: Annotated[int, Field(ge=1)] = 2  # versions left on the disk
+    timeout_s: Positive = 600.0  # of one update
+    canary_prompts: Annotated[int, Field(ge=0)] = 4  # scored by trainer and servers after every update; 0: no canary
+    canary_tolerance: Positive | None = None  # largest log-prob gap in nats; None: by the sampler's dtype
+    checksums: bool = True  # compare tensors bit by bit where a server can
+
+
+class Evaluation(Section):
+    """Fresh samples taken at the end of each round, on problems nobody trained on."""
+
+    problems: Count = 128
+    samples: Count = 2  # per problem and role
 
 
 class Telemetry(Section):
@@ -239,6 +291,8 @@ class Experiment(Section):
     verifier: Verifier = Verifier()
     training: Training = Training()
     game: Game = Game()
+    serving: Serving = Serving()
+    weights: Weights = Weights()
     evaluation: Evaluation = Evaluation()
     telemetry: Telemetry = Telemetry()
     store: Store = Store()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.rollout.limits import ConnectionLimits
+from pvg.serving.limits import ConnectionLimits
 
 if TYPE_CHECKING:
     from pvg.experiment import Rollouts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,21 +11,40 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank adapters of a model, as peft stores them: `tensors` by peft's names, `config` its adapter_config.json."""
+
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A new version of the policy's weights, by parameter name. `version` counts up from the engine's own."""
+    """A new version of the policy's weights, by parameter name. `version` counts up from the engine's own.
+
+    `tensors` are always the whole model's, adapters merged in; `adapter` is what makes them of the base model, where
+    there is one.
+    """
 
     version: int
     tensors: Mapping[str, Tensor]
     trace_id: str = ""
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SyncTiming:
-    """Milliseconds of one update: all of it, the work itself, and the rest, which is waiting (wall - rpc)."""
+    """Milliseconds of one update: all of it, the work itself, and the rest, which is waiting (wall - rpc).
+
+    `parts` divides the work where the engine tells; `canary_gap` is the largest difference, in nats, between the
+    trainer's log-probs and a server's under the new weights, None where there is nothing to prove.
+    """
 
     version: int
     wall_ms: float
     rpc_ms: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    canary_gap: float | None = None
 
     @property
     def queue_ms(self) -> float:

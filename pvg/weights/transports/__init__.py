@@ -1,0 +1,1 @@
+"""The table of transports: what `weights.transport` may name."""
