@@ -24,6 +24,7 @@ from pvg.telemetry.events import Events
 from pvg.telemetry.spans import run_in
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
+from pvg.weights import Adapter
 from pvg.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ class Players:
         """Run torch work in the compute thread."""
         return await run_in(self.executor, work)
 
-    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        await self.publisher.publish(tensors, version)
+    async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
+        """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
+        await self.publisher.publish(tensors, version, adapter)
 
     def open_verifier(self) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it."""

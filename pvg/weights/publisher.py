@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.telemetry.events import Events, Unheard
-from pvg.weights.update import SyncTiming, WeightUpdate
+from pvg.weights.update import Adapter, SyncTiming, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +36,11 @@ class Publisher:
         """The newest version that was sent; it may have failed to arrive."""
         return self._version
 
-    async def publish(self, tensors: Mapping[str, Tensor], version: int) -> list[SyncTiming]:
-        """Send `tensors` (by parameter name) to all engines at once; one timing per engine, in their order.
+    async def publish(
+        self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None
+    ) -> list[SyncTiming]:
+        """Send `tensors` (by parameter name) to all engines at once; one timing per engine, in their order. `adapter`
+        is what makes them of the base model, for engines that take adapters.
 
         The tensors must not change until this returns. Raises StateError for a version that is not above the last.
         If an engine fails, the others are awaited, then its error surfaces; that version counts as used, as some
@@ -49,7 +52,7 @@ class Publisher:
                 "Versions only go up.",
             )
         self._version = version
-        update = WeightUpdate(version, tensors, trace_id=uuid.uuid4().hex[:16])
+        update = WeightUpdate(version, tensors, trace_id=uuid.uuid4().hex[:16], adapter=adapter)
         place = {"trace": update.trace_id, "version": version, "engines": len(self._engines)}
         self._events.event("weights", event="client.send", **place)
         sent = time.perf_counter()
