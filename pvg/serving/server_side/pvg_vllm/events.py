@@ -1,0 +1,23 @@
+"""The server's own log lines, in the form that `pvg diagnose` reads: `[weights] t=12.345678 event=... key=value`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def tell(event: str, **fields: object) -> None:
+    """One line on stderr, in one write, so that lines of several processes do not mix."""
+    parts = ["[weights]", f"t={time.monotonic():.6f}", f"event={event}"]
+    parts += [f"{key}={_value(value)}" for key, value in fields.items()]
+    sys.stderr.write(" ".join(parts) + "\n")
+    sys.stderr.flush()
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = (
+        str(value).replace("\r", "\\r").replace("\n", "\\n")
+    )  # a trace comes from outside: it gets no line of its own
+    return f'"{text}"' if (" " in text or not text) else text

@@ -1,0 +1,65 @@
+"""One HTTP exchange in plain ASGI: the JSON of a call in, the JSON of a reply out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from .refusal import Refusal
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MOST_BODY_BYTES = 1 << 20
+
+
+class Gone(Exception):
+    """The client left before its call was whole."""
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first header of that name (lower case); empty where there is none."""
+    return next((bytes(value) for key, value in scope["headers"] if key.lower() == name), b"")
+
+
+def routed_path(scope: Scope) -> str:
+    """The path by which the application will choose a route: without the root path of a proxy."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+async def read_table(receive: Receive) -> dict[str, Any]:
+    """The body as a JSON object. Raises a Refusal (400, 413) for anything else, Gone for a client that left."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        body += message.get("body", b"")
+        if len(body) > MOST_BODY_BYTES:
+            raise Refusal(413, "too_large", f"A body has at most {MOST_BODY_BYTES} bytes.")
+        if not message.get("more_body", False):
+            break
+    try:
+        found = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "bad_request", f"The body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Refusal(400, "bad_request", f"The body must be a JSON object, not {type(found).__name__}.")
+    return found
+
+
+async def reply(send: Send, status: int, content: Mapping[str, Any]) -> None:
+    """Send `content` as JSON."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Send, refusal: Refusal) -> None:
+    await reply(send, refusal.status, {"error": {"code": refusal.code, "message": refusal.message}})
