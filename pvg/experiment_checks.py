@@ -121,6 +121,8 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append(
             "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.cgc_floor"
         )
+    if training.lora_alpha != type(training).model_fields["lora_alpha"].default and training.lora_rank == 0:
+        found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
     idle = {
         "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
         "rloo": {

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
+from pvg.game.prover_phase import read_prover
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
@@ -90,8 +91,8 @@ async def load_source(session: Session, source: str, version: int) -> None:
     if source == BASE_SOURCE:
         await players.publish(players.base.weights(), version)
     else:
-        tensors, _ = session.ledger.read_weights(f"{source}-prover")
-        await players.publish(tensors, version)
+        tensors, adapter = read_prover(session, source)
+        await players.publish(tensors, version, adapter)
 
 
 async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:

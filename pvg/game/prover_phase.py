@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pvg.errors import StateError
 from pvg.game.on_policy import OnPolicySource
+from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.stopping import StopRule
 from pvg.game.verifier_phase import verifier_weights_name
+from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.low_rank import Adapter
 from pvg.records import source_of_round
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
@@ -24,9 +27,16 @@ from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def prover_weights_name(round_: int) -> str:
     return f"{source_of_round(round_)}-prover"
+
+
+def adapter_name(weights_name: str) -> str:
+    return f"{weights_name}-adapter"
 
 
 async def train_prover(session: Session) -> None:
@@ -35,21 +45,58 @@ async def train_prover(session: Session) -> None:
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = open_round_verifier(session, session.state.round)
-        learner = session.players.base.copy()
+        learner = await session.players.compute(lambda: open_learner(session))
     try:
         with span("open_models"):
             phase = ProverPhase(session, info, verifier, threshold, learner)
         await phase.play()
-        name = prover_weights_name(session.state.round)
         with span("checkpoint"):
-            session.ledger.save_weights(name, learner.weights(), {"round": session.state.round, "steps": phase.done})
+            names = await save_prover(session, learner, phase.done)
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
-        session.leave_phase(replace(entered, weights=(*entered.weights, name), version=phase.version))
+        session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
     finally:
         learner.close()
         verifier.close()
+
+
+def open_learner(session: Session) -> LanguageModel:
+    """The prover as every round's training starts from it, with adapters where these are what is trained. The caller
+    closes it. Raises what `attach_adapters` raises."""
+    base, training = session.players.base, session.experiment.training
+    if not training.lora_rank:
+        return base.copy()
+    seed = seed_for(session.seed, session.state.round, "adapters")
+    return attach_adapters(base, training.lora_rank, training.lora_alpha, seed)
+
+
+async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], Adapter | None]:
+    """What is published and saved of a learner: the whole model's tensors, and its adapters where it has them."""
+    return await session.players.compute(
+        lambda: (learner.weights(), learner.adapter() if isinstance(learner, AdaptedModel) else None)
+    )
+
+
+async def save_prover(session: Session, learner: LanguageModel, steps: int) -> list[str]:
+    """Write the round's prover; the names under which it is to be committed."""
+    tensors, adapter = await policy_of(session, learner)
+    name, meta = prover_weights_name(session.state.round), {"round": session.state.round, "steps": steps}
+    session.ledger.save_weights(name, tensors, meta)
+    if adapter is None:
+        return [name]
+    session.ledger.save_weights(adapter_name(name), adapter.tensors, {**meta, "config": dict(adapter.config)})
+    return [name, adapter_name(name)]
+
+
+def read_prover(session: Session, source: str) -> tuple[dict[str, Tensor], Adapter | None]:
+    """What `save_prover` wrote in the round of `source`."""
+    name = f"{source}-prover"
+    tensors, _ = session.ledger.read_weights(name)
+    if adapter_name(name) not in session.state.weights:
+        return tensors, None
+    low_rank, meta = session.ledger.read_weights(adapter_name(name))
+    return tensors, Adapter(low_rank, meta["config"])
 
 
 def open_round_verifier(session: Session, round_: int) -> tuple[VerifierModel, float]:
@@ -73,7 +120,7 @@ class ProverPhase:
         self.scorer = session.players.scorer(verifier)
         self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
         self.minibatches = MinibatchSource(self.source, training.minibatches)
-        learner.module.requires_grad_(True)
+        learner.require_gradients()
         self.trainer: Trainer[PolicyBatch] = Trainer(
             learner.module,
             objective,
@@ -108,7 +155,7 @@ class ProverPhase:
         if self.done == 0:
             self.version += 1
         with span("sync"):
-            await self.session.players.publish(self.learner.weights(), self.version)
+            await self._publish()
         self.session.first_step()
         while self.done < self.info.total and not self.stopped:
             await self._step()
@@ -122,7 +169,7 @@ class ProverPhase:
         if whole_batch:
             self.version += 1
             with span("sync"):
-                await session.players.publish(self.learner.weights(), self.version)
+                await self._publish()
         metrics = self.last_metrics = {**self.source.metrics, **report.metrics}
         session.alert(self.alerts.check(metrics), self.done)
         self.stopped = self.stop_rule.observe(metrics) and whole_batch
@@ -132,6 +179,10 @@ class ProverPhase:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
             cache = self.scorer.cache_state()
             session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
+
+    async def _publish(self) -> None:
+        tensors, adapter = await policy_of(self.session, self.learner)
+        await self.session.players.publish(tensors, self.version, adapter)
 
     # --- resuming ----------------------------------------------------------------------------------------------
 

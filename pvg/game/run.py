@@ -27,7 +27,7 @@ from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
-from pvg.game.prover_phase import train_prover
+from pvg.game.prover_phase import open_learner, train_prover
 from pvg.game.roles import prompt_renderer
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
@@ -180,7 +180,8 @@ def check_prompts_fit(session: Session) -> None:
 
 def check_players_can_train(session: Session) -> None:
     """Raises ConfigurationError, before anything is sampled, for what only the third phase would find out: a verifier
-    that cannot carry its head or its template or is too short for a solution, a prover that cannot be checkpointed."""
+    that cannot carry its head or its template or is too short for a solution, a prover that cannot be checkpointed or
+    carry its adapters (without peft: MissingRequirementError)."""
     players, experiment = session.players, session.experiment
     verifier = players.open_verifier()
     try:
@@ -191,9 +192,10 @@ def check_players_can_train(session: Session) -> None:
         _check_context(verifier, len(ids) + experiment.rollout.max_tokens, "models.verifier")
     finally:
         verifier.close()
-    if experiment.training.gradient_checkpointing:
-        with players.base.copy() as learner:
-            checkpoint_layers(learner.module)
+    if experiment.training.lora_rank or experiment.training.gradient_checkpointing:
+        with open_learner(session) as learner:
+            if experiment.training.gradient_checkpointing:
+                checkpoint_layers(learner.module)
 
 
 def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) -> None:

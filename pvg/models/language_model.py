@@ -89,7 +89,11 @@ class LanguageModel:
 
     def weights(self) -> dict[str, Tensor]:
         """Every weight once, under its first name, detached but not copied: it changes as the model is trained."""
-        return _weights(self.module)[0]
+        return self._named_weights()[0]
+
+    def require_gradients(self) -> None:
+        """Make ready for training what is to be trained: all weights."""
+        self.module.requires_grad_(True)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` into the model, cast to its dtype and device. Either all are loaded or none.
@@ -97,7 +101,7 @@ class LanguageModel:
         A tied weight may come under any of its names, or under several if they agree. Raises ConfigurationError for
         a name that is missing or unknown, a shape that differs, and names of one tied weight that disagree.
         """
-        weights, first_names = _weights(self.module)
+        weights, first_names = self._named_weights()
         accepted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             first = first_names.get(name)
@@ -127,7 +131,7 @@ class LanguageModel:
     def save(self, directory: Path) -> None:
         """A Hugging Face directory (safetensors, config, tokenizer) that `open_model` reads back."""
         with without_progress_bars():
-            self.module.save_pretrained(directory)
+            self._save_module(directory)
         self.tokenizer.save(directory)
 
     def close(self) -> None:
@@ -145,6 +149,21 @@ class LanguageModel:
     ) -> None:
         self.close()
 
+    def _save_module(self, directory: Path) -> None:
+        self.module.save_pretrained(directory)
+
+    def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The distinct weights under their first names, and for every name the first name of the same weight."""
+        weights: dict[str, Tensor] = {}
+        first_names: dict[str, str] = {}
+        seen: dict[int, str] = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            first = seen.setdefault(id(tensor), name)
+            first_names[name] = first
+            if first == name:
+                weights[name] = tensor.detach()
+        return weights, first_names
+
     def _any_weight(self) -> Tensor:
         weight: Tensor = next(self.module.parameters())
         return weight
@@ -153,16 +172,3 @@ class LanguageModel:
         return ConfigurationError(
             f"The weights do not fit model {self.name!r}: it {what}.", "Load the weights of the same architecture."
         )
-
-
-def _weights(module: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The distinct weights under their first names, and for every name the first name of the same weight."""
-    weights: dict[str, Tensor] = {}
-    first_names: dict[str, str] = {}
-    seen: dict[int, str] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        first = seen.setdefault(id(tensor), name)
-        first_names[name] = first
-        if first == name:
-            weights[name] = tensor.detach()
-    return weights, first_names

@@ -6,16 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pvg.models.low_rank import Adapter
+
+__all__ = ["Adapter", "SyncTiming", "WeightUpdate"]
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Low-rank adapters of a model, as peft stores them: `tensors` by peft's names, `config` its adapter_config.json."""
-
-    tensors: Mapping[str, Tensor]
-    config: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
