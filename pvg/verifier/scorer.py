@@ -8,8 +8,8 @@ Concurrent calls share one queue, hence batches; requests for a solution that is
 
 Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
 holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again,
-because nobody can know which weights that computation saw. A score is the same bits whatever it is batched with (see
-`rectangle`).
+because nobody can know which weights that computation saw. Computed by torch, a score is the same bits whatever it is
+batched with (see `rectangle`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.heads import VerifierModel
-from pvg.records import Float32, Int32, Rollout
-from pvg.telemetry.spans import span, submit_in
+from pvg.records import Float32, Rollout
+from pvg.telemetry.spans import span
+from pvg.verifier.backend import ScoreBackend, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
 from pvg.verifier.protocol import Scorer
-from pvg.verifier.rectangle import WIDTH, Rectangle, batches, padded_width, rectangle
+from pvg.verifier.rectangle import WIDTH, padded_width
 from pvg.verifier.template import VerifierTemplate
 
 
@@ -39,7 +40,8 @@ from pvg.verifier.template import VerifierTemplate
 class ScorerStats:
     """Counts since the scorer was made. Every solution asked for is a hit (cached), shared (being computed for someone
     else, or earlier in the same call) or a miss (computed). `queue_s` sums the seconds that each computed solution
-    waited for its forward pass, `service_s` the seconds of the forward passes."""
+    waited for its forward pass, `service_s` the seconds of the forward passes. With servers, `forward_passes` counts
+    the requests, and a solution waits until its request is sent."""
 
     hits: int
     misses: int
@@ -50,40 +52,22 @@ class ScorerStats:
     service_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """A solution as the verifier reads it; `rollout_id` is for messages."""
-
-    ids: Int32
-    prompt_length: int
-    digest: bytes
-    rollout_id: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     """A solution to be computed, and the future that everybody who wants it waits for."""
 
-    input: _Input
+    input: ScoreInput
     key: ScoreKey
     future: asyncio.Future[float]
     submitted: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What a forward pass gave: when it began (perf_counter) and how many seconds it took."""
-
-    scores: Float32
-    began: float
-    seconds: float
 
 
 class VerifierScorer(Scorer):
     """Scores with one verifier, which it borrows. All methods belong to one event loop's thread.
 
     `prover_fingerprint` is the fingerprint of the tokenizer that sampled the rollouts: where it is the verifier's own,
-    token ids are reused; without it solutions are encoded from their text.
+    token ids are reused; without it solutions are encoded from their text. `backend` computes the scores of `model`,
+    and has its own executor and references; without one this process does.
     """
 
     def __init__(
@@ -96,15 +80,18 @@ class VerifierScorer(Scorer):
         token_budget: int,
         executor: Executor,
         prover_fingerprint: str | None = None,
+        backend: ScoreBackend | None = None,
     ) -> None:
         self._model = model
         self._template = template
         self._version = version
         self._token_budget = token_budget
-        self._executor = executor
         self._prover_fingerprint = prover_fingerprint
         self._cache = ScoreCache(cache_entries)
-        self._references = ScoreCache(cache_entries)  # only the forward pass, of which there is one at a time, uses it
+        self._backend: ScoreBackend = backend or TorchBackend(
+            model, template.key, ScoreCache(cache_entries), token_budget=token_budget, executor=executor
+        )
+        self._references = self._backend.references
         self._epoch = 0  # counts changes of the version: an old version may come back
         self._under_way: dict[ScoreKey, _Job] = {}
         self._queue: list[_Job] = []
@@ -135,6 +122,7 @@ class VerifierScorer(Scorer):
             return
         self._version = version
         self._epoch += 1
+        self._backend.weights_changed()
         self._cache.clear()  # scores of the old version: right under their key, but of no use any more
         for job in self._under_way.values():
             job.future.cancel()
@@ -186,7 +174,7 @@ class VerifierScorer(Scorer):
                 scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
                 return np.asarray(scores, dtype=np.float32)
 
-    def _input(self, rollout: Rollout) -> _Input:
+    def _input(self, rollout: Rollout) -> ScoreInput:
         ids, prompt_length = self._template.tokens(
             rollout.question, rollout.text, rollout.completion_ids, self._prover_fingerprint
         )
@@ -197,9 +185,9 @@ class VerifierScorer(Scorer):
                 f"of {context}, or than verifier.score_tokens = {self._token_budget} in blocks of {WIDTH}.",
                 "Shorten the completions (rollout.max_tokens), raise verifier.score_tokens, or change the verifier.",
             )
-        return _Input(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
+        return ScoreInput(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
 
-    def _find(self, input_: _Input) -> float | asyncio.Future[float]:
+    def _find(self, input_: ScoreInput) -> float | asyncio.Future[float]:
         """The score, or the future of whoever computes it."""
         key = ScoreKey(self._version, self._template.key, input_.digest)
         job = self._under_way.get(key)
@@ -222,7 +210,7 @@ class VerifierScorer(Scorer):
         try:
             while self._queue:
                 jobs, self._queue = self._queue, []
-                for rows in batches([len(job.input.ids) for job in jobs], self._token_budget, self._model.max_length):
+                for rows in self._backend.batches([len(job.input.ids) for job in jobs]):
                     # Jobs that a change of version has cancelled need no forward pass.
                     wanted = [jobs[row] for row in rows if not jobs[row].future.done()]
                     if wanted:
@@ -236,14 +224,14 @@ class VerifierScorer(Scorer):
             self._worker = None
 
     async def _compute(self, jobs: list[_Job]) -> None:
-        work = submit_in(self._executor, self._forward, [job.input for job in jobs])
+        work = self._backend.submit([job.input for job in jobs])
         await asyncio.wait([work])  # not awaited: its failure belongs to those who wait for the scores
         error = work.exception()
         if error is None:
             done = work.result()
-            self._forward_passes += 1
+            self._forward_passes += done.passes
             self._service_s += done.seconds
-            self._queue_s += sum(done.began - job.submitted for job in jobs)
+            self._queue_s += sum(began - job.submitted for began, job in zip(done.began, jobs, strict=True))
         for number, job in enumerate(jobs):
             if job.future.done():
                 continue  # the version changed meanwhile: what was computed is nobody's score
@@ -264,36 +252,6 @@ class VerifierScorer(Scorer):
         else:
             job.future.set_exception(error)
             job.future.exception()  # seen: if everybody who waited was cancelled, there is nobody left to tell
-
-    def _forward(self, inputs: list[_Input]) -> _Done:
-        """In the executor's thread."""
-        began = time.perf_counter()
-        with torch.inference_mode(), span("score_service", device=True):
-            packed = rectangle(
-                [entry.ids for entry in inputs],
-                [entry.prompt_length for entry in inputs],
-                self._model.tokenizer.pad_id,
-                self._model.device,
-                token_budget=self._token_budget,
-                max_length=self._model.max_length,
-            )
-            scores_B = self._model(*packed, self._reference(inputs, packed))
-            scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
-        return _Done(scores, began, time.perf_counter() - began)
-
-    def _reference(self, inputs: list[_Input], packed: Rectangle) -> Tensor | None:
-        """The head's references [B]. Where all rows were seen before, under whatever version, none is computed."""
-        if not self._model.needs_reference:
-            return None
-        keys = [ScoreKey("", self._template.key, entry.digest) for entry in inputs]
-        known = [self._references.get(key) for key in keys]
-        if all(value is not None for value in known):
-            repeated = known + known[:1] * (len(packed.lengths_B) - len(known))
-            return torch.tensor(repeated, dtype=torch.float32, device=packed.ids_BL.device)
-        reference_B = self._model.reference(*packed)
-        for key, value in zip(keys, reference_B.tolist(), strict=False):
-            self._references.put(key, value)
-        return reference_B
 
 
 def _not_finite(job: _Job, score: float) -> TrainingDivergedError:
