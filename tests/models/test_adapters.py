@@ -1,0 +1,223 @@
+import copy
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+import orjson
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.experiment import ModelSection
+from pvg.models import open_model
+from pvg.models.adapters import AdaptedModel, attach_adapters
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
+from pvg.training.trainer import checkpoint_layers
+
+RANK, ALPHA = 4, 6.0
+
+
+def small_model(tied: bool = True, bias: bool = False) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=19,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_bias=bias,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer()), "small")
+
+
+def logits(module: torch.nn.Module) -> torch.Tensor:
+    return module(torch.arange(2, 19)[None]).logits
+
+
+def learnt(model: LanguageModel, seed: int = 0) -> AdaptedModel:
+    """Adapters as after some training: B is no longer zero."""
+    adapted = attach_adapters(model, RANK, ALPHA, seed)
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in adapted.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return adapted
+
+
+@pytest.fixture(params=[(True, False), (False, True)], ids=["tied", "untied with biases"])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    return small_model(*request.param)
+
+
+def test_fresh_adapters_change_nothing(model: LanguageModel) -> None:
+    before = model.fingerprint()
+    adapted = attach_adapters(model, RANK, ALPHA, 0)
+    assert adapted.fingerprint() == before
+    assert list(adapted.weights()) == list(model.weights())
+    assert torch.equal(logits(adapted.module), logits(model.module))
+    assert model.fingerprint() == before
+    assert all(parameter.requires_grad for parameter in model.module.parameters())
+
+
+def test_merged_weights_are_what_the_forward_pass_computes(model: LanguageModel) -> None:
+    adapted = learnt(model)
+    plain = model.copy()
+    plain.load_weights(adapted.weights())
+    with torch.no_grad():
+        changed, merged, unchanged = logits(adapted.module), logits(plain.module), logits(model.module)
+    assert (changed - unchanged).abs().max() > 0.1
+    assert torch.allclose(changed, merged, atol=1e-5)
+
+
+def test_peft_reads_the_adapter_and_merges_it_alike(model: LanguageModel, tmp_path: Path) -> None:
+    adapted = learnt(model)
+    adapter = adapted.adapter()
+    (tmp_path / "adapter_config.json").write_bytes(orjson.dumps(adapter.config))
+
+    save_file(dict(adapter.tensors), tmp_path / "adapter_model.safetensors")
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(model.module), str(tmp_path))
+    names = {name.replace(".default.", "."): tensor for name, tensor in theirs.state_dict().items() if ".lora_" in name}
+    assert names.keys() == adapter.tensors.keys()
+    merged = theirs.merge_and_unload().state_dict()
+    for name, tensor in adapted.weights().items():
+        assert torch.allclose(tensor, merged[name], atol=1e-6), name
+
+
+def test_the_adapter_names_its_settings_and_every_linear_layer_but_the_head(model: LanguageModel) -> None:
+    adapter = attach_adapters(model, RANK, ALPHA, 0).adapter()
+    wanted = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(adapter.config["target_modules"]) == wanted  # type: ignore[call-overload]
+    settings = {key: adapter.config[key] for key in ("r", "lora_alpha", "peft_type", "task_type", "lora_dropout")}
+    assert settings == {"r": 4, "lora_alpha": 6.0, "peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0}
+    assert adapter.config["base_model_name_or_path"] == "small"
+    assert orjson.loads(orjson.dumps(adapter.config)) == adapter.config
+    assert len(adapter.tensors) == 2 * 2 * len(wanted)
+    name = "base_model.model.model.layers.1.mlp.down_proj"
+    assert adapter.tensors[f"{name}.lora_A.weight"].shape == (RANK, 48)
+    assert adapter.tensors[f"{name}.lora_B.weight"].shape == (32, RANK)
+
+
+def test_adapters_begin_as_a_function_of_their_seed_alone() -> None:
+    model = small_model()
+    torch.manual_seed(1)
+    first = attach_adapters(model, RANK, ALPHA, 5).adapter().tensors
+    torch.manual_seed(2)
+    state = torch.random.get_rng_state()
+    again = attach_adapters(model, RANK, ALPHA, 5).adapter().tensors
+    assert torch.equal(torch.random.get_rng_state(), state)
+    other = attach_adapters(model, RANK, ALPHA, 6).adapter().tensors
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        assert torch.equal(tensor, other[name]) == ("lora_B" in name)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_only_the_adapters_learn(checkpointed: bool) -> None:
+    adapted = learnt(small_model())
+    adapted.require_gradients()
+    if checkpointed:
+        checkpoint_layers(adapted.module)
+    frozen = {name: p.clone() for name, p in adapted.module.named_parameters() if not p.requires_grad}
+    trained = [p for p in adapted.module.parameters() if p.requires_grad]
+    assert len(trained) == len(adapted.adapter().tensors)
+    before = adapted.adapter()
+    logits(adapted.module).square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in trained)
+    torch.optim.SGD(trained, lr=0.1).step()
+    for name, parameter in adapted.module.named_parameters():
+        if name in frozen:
+            assert parameter.grad is None
+            assert torch.equal(parameter, frozen[name])
+    after = adapted.adapter()
+    assert not any(torch.equal(before.tensors[name], tensor) for name, tensor in after.tensors.items())
+
+
+def test_checkpointed_layers_give_the_same_gradients() -> None:
+    found = []
+    for checkpointed in (False, True):
+        adapted = learnt(small_model())
+        if checkpointed:
+            checkpoint_layers(adapted.module)
+        logits(adapted.module).square().mean().backward()
+        found.append([p.grad for p in adapted.module.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
+def test_adapters_beside_bfloat16_layers_are_float32() -> None:
+    model = small_model().copy(torch.bfloat16)
+    adapted = learnt(model)
+    assert {tensor.dtype for tensor in adapted.adapter().tensors.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in adapted.weights().values()} == {torch.bfloat16}
+    plain = adapted.copy()
+    with torch.no_grad():
+        assert torch.allclose(logits(adapted.module).float(), logits(plain.module).float(), atol=0.1)
+
+
+def test_copy_and_save_give_the_merged_model(model: LanguageModel, tmp_path: Path) -> None:
+    adapted = learnt(model)
+    plain = adapted.copy()
+    assert type(plain) is LanguageModel
+    assert plain.fingerprint() == adapted.fingerprint()
+    assert list(plain.weights()) == list(model.weights())
+    assert all(parameter.requires_grad for parameter in plain.module.parameters())
+    adapted.save(tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists()
+    with open_model(ModelSection(source=str(tmp_path)), torch.device("cpu")) as opened:
+        assert opened.fingerprint() == adapted.fingerprint()
+    plain.close()
+    adapted.adapter()  # what was copied is not what it was copied from
+
+
+def test_loading_weights_starts_the_adapters_over(model: LanguageModel) -> None:
+    adapted, fresh = learnt(model), attach_adapters(model, RANK, ALPHA, 0)
+    adapted.load_weights(model.weights())
+    assert adapted.fingerprint() == model.fingerprint()
+    for name, tensor in adapted.adapter().tensors.items():
+        assert torch.equal(tensor, fresh.adapter().tensors[name])
+    with pytest.raises(ConfigurationError, match="has no weight 'nonsense'"):
+        adapted.load_weights({**model.weights(), "nonsense": torch.zeros(1)})
+
+
+def test_closing_frees_the_weights() -> None:
+    adapted = attach_adapters(small_model(), RANK, ALPHA, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        module = weakref.ref(adapted.module)
+        adapted.close()
+        assert module() is None
+    finally:
+        gc.enable()
+
+
+def test_a_rank_above_the_smallest_side_of_a_layer_is_refused() -> None:
+    model = small_model()
+    assert attach_adapters(model, 32, ALPHA, 0).adapter().config["r"] == 32
+    with pytest.raises(ConfigurationError, match=r"lora_rank = 33 is larger than 32, .*'small'.*at most 32"):
+        attach_adapters(model, 33, ALPHA, 0)
+
+
+def test_a_layer_that_is_tied_to_another_is_refused() -> None:
+    model = small_model()
+    layers = model.module.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(ConfigurationError, match="pull apart"):
+        attach_adapters(model, RANK, ALPHA, 0)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingRequirementError, match="needs the package peft") as caught:
+        attach_adapters(small_model(), RANK, ALPHA, 0)
+    assert caught.value.remedy == "pip install 'pvg[lora]'"
