@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kill_drill import differences, fingerprint, finish, kill_somewhere, small_experiment, start
+from kill_drill import differences, fingerprint, small_experiment
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.experiment import Experiment, build_experiment
