@@ -244,7 +244,7 @@ class Weights(Section):
     timeout_s: Positive = 600.0  # of one update
     canary_prompts: Annotated[int, Field(ge=0)] = 4  # scored by trainer and servers after every update; 0: no canary
     canary_tolerance: Positive | None = None  # largest log-prob gap in nats; None: by the sampler's dtype
-    checksums: bool = True  # compare tensors bit by bit where a server can
+    checksums: Literal["first", "always", "never"] = "first"  # updates after which tensors are compared bit by bit
 
 
 class Evaluation(Section):

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from pvg.experiment import Experiment
+from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
-from pvg.rollout import open_engine
+from pvg.records import Int32, Role
+from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
+from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
-from pvg.telemetry.events import Events
+from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
@@ -50,7 +53,12 @@ class Players:
     handed in stays the caller's."""
 
     def __init__(
-        self, experiment: Experiment, task: Task, events: Events | None = None, executor: Executor | None = None
+        self,
+        experiment: Experiment,
+        task: Task,
+        events: Events | None = None,
+        executor: Executor | None = None,
+        run: str = "bench",
     ) -> None:
         self.experiment = experiment
         self.task = task
@@ -60,8 +68,9 @@ class Players:
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         self.base: LanguageModel = open_model(experiment.models.prover, self.device)
         rollout = experiment.rollout
-        dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
-        self.engine = open_engine(rollout, self.base.copy(dtype), self.executor, events)
+        self.engine = open_engine(
+            Setting(experiment, self.base, self.executor, events or Unheard(), run, self._canary_prompts)
+        )
         self.publisher = Publisher([self.engine], events=events)
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
@@ -76,6 +85,13 @@ class Players:
     def machine(self) -> str:
         """What the last bits of a result depend on."""
         return f"torch {torch.__version__} on {self.device.type}, {torch.get_num_threads()} threads"
+
+    async def ready(self) -> None:
+        """Make sure that the engine can serve. One that cannot know which weights it has gets the base prover's: this
+        tries the whole way from here to its answers before anything depends on it."""
+        await self.engine.ready()
+        if self.engine.version < 0:
+            await self.publish(self.base.weights(), 0)
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run torch work in the compute thread."""
@@ -105,6 +121,12 @@ class Players:
             executor=self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
         )
+
+    def _canary_prompts(self) -> list[Int32]:
+        """The first problems of the prover's half, as it will be asked them."""
+        render = prompt_renderer(self.experiment.rollout.prompts, self.base.tokenizer)
+        problems = problems_of_half(self.task, "prover")[: self.experiment.weights.canary_prompts]
+        return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
     async def close(self) -> None:
         await self.engine.close()

@@ -114,7 +114,7 @@ async def open_session(
         stack.callback(ledger.close)
         for notice in ledger.notices:
             observer.noticed(notice)
-        players = Players(experiment, task, ledger.log)
+        players = Players(experiment, task, ledger.log, run=run.name)
         stack.push_async_callback(players.close)
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock())
@@ -123,6 +123,8 @@ async def open_session(
         render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
         session = Session(experiment, task, ledger, players, render, observer, stop, tracer)
         check_prompts_fit(session)
+    with span("sync"):
+        await players.ready()
     ledger.log.event("run", event="start", run=run.name, round=ledger.state.round, phase=ledger.state.phase.value)
     session.monitoring = await stack.enter_async_context(monitoring_of(session, run))
     if url := session.monitoring.endpoint_url:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.serving.limits import ConnectionLimits
 
 if TYPE_CHECKING:
-    from pvg.experiment import Rollouts
+    from pvg.experiment import Experiment
     from pvg.models.language_model import LanguageModel
     from pvg.telemetry.events import Events
 
@@ -27,29 +29,53 @@ __all__ = [
     "GenerationRequest",
     "GroupOrder",
     "Sampling",
+    "Setting",
     "open_engine",
 ]
 
 
-def open_engine(section: Rollouts, model: LanguageModel, executor: Executor, events: Events | None = None) -> Engine:
-    """The engine that `section.engine` names; it owns `model` from here on. `executor` does its decoding, `events` gets
-    its `[gen]` and `[weights]` lines."""
-    return ENGINES[section.engine](section, model, executor, events)
+@dataclass(frozen=True)
+class Setting:
+    """What an engine is made from. `base` is borrowed: an engine that needs weights takes a copy. `run` names the
+    folder of published weights, `prompts` gives the canary's."""
+
+    experiment: Experiment
+    base: LanguageModel
+    executor: Executor
+    events: Events
+    run: str
+    prompts: Callable[[], list[Int32]]
 
 
-def _open_torch(section: Rollouts, model: LanguageModel, executor: Executor, events: Events | None) -> Engine:
+def open_engine(setting: Setting) -> Engine:
+    """The engine that `rollout.engine` names. Nothing is asked of it yet: see `Engine.ready`."""
+    return ENGINES[setting.experiment.rollout.engine](setting)
+
+
+def _open_torch(setting: Setting) -> Engine:
+    import torch
+
     from pvg.rollout.torch_engine import TorchEngine
 
+    section = setting.experiment.rollout
     return TorchEngine(
-        model,
+        setting.base.copy(None if section.dtype == "model" else getattr(torch, section.dtype)),
         max_rows=section.max_rows,
         max_in_flight=section.concurrency,
-        executor=executor,
-        events=events,
+        executor=setting.executor,
+        events=setting.events,
         compaction=section.compaction,
         shared_prefill=section.shared_prefill,
     )
 
 
+def _open_vllm(setting: Setting) -> Engine:
+    from pvg.rollout.vllm.opening import open_vllm_engine
+
+    return open_vllm_engine(
+        setting.experiment, setting.base, setting.executor, setting.events, setting.run, setting.prompts
+    )
+
+
 # `rollout.engine` in an experiment.
-ENGINES: dict[str, Callable[[Rollouts, LanguageModel, Executor, Events | None], Engine]] = {"torch": _open_torch}
+ENGINES: dict[str, Callable[[Setting], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}

@@ -6,9 +6,12 @@ numbers of a request depend on its own seed alone, never on the requests it happ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from pvg.errors import ConfigurationError
 from pvg.records import FinishReason, Float32, Int32, Timing, VersionSpan
 from pvg.weights import SyncTiming, WeightUpdate
 
@@ -26,12 +29,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to sample. `prompt_ids` int32 [P], P >= 1; `seed` fixes this request's random numbers."""
+    """One completion to sample. `prompt_ids` int32 [P], P >= 1; `seed` fixes this request's random numbers.
+
+    `on_tokens` is told how many tokens there are, as they come, by engines that can tell before the end; an attempt
+    that failed begins again from few.
+    """
 
     id: str
     prompt_ids: Int32
     sampling: Sampling
     seed: int
+    on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,12 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine was opened: batches decoded, their rows, the tokens sampled and the seconds that took;
-    prompt tokens asked for, and those among them that were computed (the others were shared with another request)."""
+    prompt tokens asked for, and those among them that were computed (the others were shared with another request).
 
-    batches: int = 0
-    rows: int = 0
+    An engine that makes no batches itself counts seconds as batches, and requests in flight times seconds as rows."""
+
+    batches: float = 0
+    rows: float = 0
     tokens: int = 0
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -81,7 +91,8 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Samples completions from one policy; versions count the weights that were loaded into it (0 = as opened)."""
+    """Samples completions from one policy; versions count the weights that were loaded into it: 0 as opened, -1 where
+    the engine cannot know what it has before something is loaded."""
 
     @property
     def version(self) -> int: ...
@@ -94,8 +105,33 @@ class Engine(Protocol):
         """Most requests the engine accepts at once; the dispatcher asserts at start that its concurrency fits."""
         ...
 
+    async def ready(self) -> None:
+        """Make sure, before anything is asked of it, that the engine can serve; raises what the user can mend."""
+        return  # where the model is in this process, it can
+
     async def generate(self, request: GenerationRequest) -> Completion: ...
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
     async def close(self) -> None: ...
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raises ConfigurationError for a request that no engine can serve."""
+    if complaint := _complaint(request):
+        raise ConfigurationError(f"Request {request.id!r}: {complaint}.")
+
+
+def _complaint(request: GenerationRequest) -> str:
+    prompt, sampling = request.prompt_ids, request.sampling
+    complaints = {
+        f"max_tokens is {sampling.max_tokens}, but must be at least 1": sampling.max_tokens < 1,
+        f"the temperature is {sampling.temperature}, but must be above 0 (a tiny one is greedy choice)": not (
+            math.isfinite(sampling.temperature) and sampling.temperature > 0.0
+        ),
+        f"top_p is {sampling.top_p}, but must be above 0 and at most 1": not 0.0 < sampling.top_p <= 1.0,
+        f"top_k is {sampling.top_k}, but must be 0 (no cut) or more": sampling.top_k < 0,
+        f"the seed is {request.seed}, but must not be negative": request.seed < 0,
+        "the prompt has no tokens": prompt.ndim != 1 or len(prompt) == 0,
+    }
+    return next((complaint for complaint, is_so in complaints.items() if is_so), "")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32, Timing, VersionSpan
 from pvg.rollout.decoding import Decoded, decode
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in, submit_in
 from pvg.weights import SyncTiming, WeightUpdate
@@ -278,13 +278,8 @@ class TorchEngine(Engine):
             raise _closed_error()
 
     def _check(self, request: GenerationRequest) -> None:
+        check_request(request)
         prompt, sampling = request.prompt_ids, request.sampling
-        if complaint := _complaint(sampling):
-            raise ConfigurationError(f"Request {request.id!r}: {complaint}.")
-        if request.seed < 0:
-            raise ConfigurationError(f"Request {request.id!r}: the seed is {request.seed}, but must not be negative.")
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise ConfigurationError(f"Request {request.id!r}: the prompt has no tokens.")
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
             raise ConfigurationError(
                 f"Request {request.id!r}: the prompt has token ids outside the model's vocabulary of "
@@ -298,18 +293,6 @@ class TorchEngine(Engine):
                 f"{longest}, more than the model's {self._model.max_length}.",
                 "Lower rollout.max_tokens or shorten the prompts.",
             )
-
-
-def _complaint(sampling: Sampling) -> str:
-    if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}, but must be at least 1"
-    if not (np.isfinite(sampling.temperature) and sampling.temperature > 0.0):
-        return f"the temperature is {sampling.temperature}, but must be above 0 (a tiny one is greedy choice)"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p is {sampling.top_p}, but must be above 0 and at most 1"
-    if sampling.top_k < 0:
-        return f"top_k is {sampling.top_k}, but must be 0 (no cut) or more"
-    return ""
 
 
 def _check_layers(model: LanguageModel) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from tiny_policies import prompts, tiny_llama, tiny_model
+from tiny_policies import prompts, setting, tiny_llama, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from pvg.experiment import Rollouts
@@ -100,7 +100,7 @@ def test_the_configuration_reaches_the_decoding(switch: str) -> None:
             lambda _module, arguments: sizes.append(arguments[0].numel())
         )
         with ThreadPoolExecutor(1) as executor:
-            engine = open_engine(section, model, executor)
+            engine = open_engine(setting(section, model, executor))
             found = await asyncio.gather(*map(engine.generate, grouped_requests()))
             await engine.close()
         return sum(sizes), [completion.token_ids for completion in found]
@@ -124,7 +124,7 @@ def test_the_prompt_tokens_told_are_those_computed(shared_prefill: bool) -> None
         two = [np.array([5, 6, 7, last], dtype=np.int32) for last in (8, 9)]
         asked = [GenerationRequest(f"{i}", prompt, Sampling(1, ()), i) for i, prompt in enumerate(two * GROUP)]
         with ThreadPoolExecutor(1) as executor:
-            engine = open_engine(Rollouts(shared_prefill=shared_prefill), model, executor)
+            engine = open_engine(setting(Rollouts(shared_prefill=shared_prefill), model, executor))
             await asyncio.gather(*map(engine.generate, asked))
             await engine.close()
         return sum(sizes), engine.stats.prompt_tokens_computed, engine.stats.prefix_share

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from tiny_policies import generate, prompts, requests, tiny_llama, tiny_model, with_engine
+from tiny_policies import generate, prompts, requests, setting, tiny_llama, tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Rollouts
@@ -312,7 +312,7 @@ def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused() -> 
 
 def test_an_experiment_names_its_engine() -> None:
     async def run(model: LanguageModel, executor: ThreadPoolExecutor) -> None:
-        engine = open_engine(Rollouts(max_rows=3, concurrency=5), model, executor)
+        engine = open_engine(setting(Rollouts(max_rows=3, concurrency=5), model, executor))
         assert isinstance(engine, TorchEngine)
         assert engine.max_in_flight == 5
         await engine.close()

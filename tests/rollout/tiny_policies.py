@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pvg.experiment import Experiment, Rollouts
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
+from pvg.rollout import Setting
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.telemetry.events import Unheard
 
 VOCABULARY = 20
 SIZES = {
@@ -108,3 +111,8 @@ def teacher_forced(module: torch.nn.Module, prompt: np.ndarray, completion: np.n
         weights = np.exp(logits - logits.max()) * kept
         found.append(np.log(weights[ids[position]] / weights.sum()))
     return np.asarray(found)
+
+
+def setting(section: Rollouts, model: LanguageModel, executor: ThreadPoolExecutor) -> Setting:
+    """What `open_engine` takes, of an experiment with this `[rollout]` section."""
+    return Setting(Experiment(rollout=section), model, executor, Unheard(), "test", list)

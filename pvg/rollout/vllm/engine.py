@@ -1,0 +1,450 @@
+"""`VllmEngine`: an `Engine` over one or several vLLM servers.
+
+    engine = VllmEngine(controls, pool, transport, session, section, canary=canary, events=events, ...)
+    await engine.ready()                    # are the servers there, and are they what is wanted?
+    await engine.load_weights(update)       # to all of them, with proof of arrival
+    completion = await engine.generate(request)
+
+Invariants:
+- Every call of `generate` ends with one completion, or with the error that prevented it. A request is asked again only
+  after a fault of a server, and nothing of an earlier attempt is delivered: so once, whatever the servers do.
+- Every token carries the version that sampled it, as the server tells it. A completion from weights that this engine
+  has not published, or older ones than the server was known to have, is thrown away and asked for again.
+- An activation in a server's prefix cache serves only the version that computed it: each version has a salt of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pvg.errors import (
+    ConfigurationError,
+    MissingRequirementError,
+    RolloutFailedError,
+    StateError,
+    WeightsNotArrivedError,
+)
+from pvg.experiment import Serving
+from pvg.records import Float32, Int32, Timing, VersionSpan
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.vllm.fleet import Fleet, Server, StaleWeights
+from pvg.rollout.vllm.wire import (
+    GENERATE,
+    Generated,
+    Stretch,
+    generation,
+    prompt_scoring,
+    read_generated,
+    read_prompt_logprobs,
+)
+from pvg.serving.control import ControlClient, Delivery, ServerInfo
+from pvg.serving.labels import Label, Session
+from pvg.serving.pool import HttpPool, Refused, ServerFault, pause_before_retry
+from pvg.telemetry.events import Events
+from pvg.weights import SyncTiming, WeightUpdate
+from pvg.weights.canary import Canary, Expected
+from pvg.weights.checksums import Checksums
+from pvg.weights.transports.transport import Transport
+
+if TYPE_CHECKING:
+    from pvg.weights.transports.adapters import AdapterTransport
+
+UNPUBLISHED = -1  # the version before the first that was published: whatever a server happens to have
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What servers must offer: tokens of prompt and completion, whether log-probs of a changed distribution (by
+    temperature or a cut) are asked for, the rank of adapters (0: none)."""
+
+    max_length: int
+    processed_logprobs: bool
+    lora_rank: int
+
+
+@dataclass(slots=True)
+class Publication:
+    """The newest weights: what stale servers are brought to."""
+
+    label: Label
+    trace: str
+    expected: Expected | None
+
+
+class VllmEngine(Engine):
+    """Owns `pool`, `control_pool` (which may be the same) and `transport`. `deadline_s` bounds one request with all
+    its retries. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        section: Serving,
+        *,
+        pool: HttpPool,
+        control_pool: HttpPool,
+        controls: Sequence[ControlClient],
+        transport: Transport,
+        session: Session,
+        needs: Needs,
+        canary: Canary | None,
+        checksums: Checksums | None,
+        events: Events,
+        deadline_s: float | None = None,
+    ) -> None:
+        self._section = section
+        self._pool = pool
+        self._control_pool = control_pool
+        self._transport = transport
+        self._session = session
+        self._needs = needs
+        self._canary = canary
+        self._checksums = checksums
+        self._events = events
+        self._deadline_s = deadline_s
+        self._fleet = Fleet(controls, section, events, check=self._check_server, catch_up=self._catch_up)
+        self._version = UNPUBLISHED
+        self._newest: Publication | None = None
+        self._caught_up: dict[Server, Delivery] = {}
+        self._labels_in_use: Counter[str] = Counter()
+        self._stats = EngineStats()
+        self._in_flight = 0
+        self._in_flight_since = 0.0
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._pool.limits.capacity
+
+    @property
+    def stats(self) -> EngineStats:
+        """`rows` over `batches` is the mean number of requests in flight while there was any, weighted by time."""
+        self._count_time()
+        return self._stats
+
+    async def ready(self) -> None:
+        """Ask the servers how they are. Raises ServerUnavailableError when none answers, ConfigurationError or
+        MissingRequirementError for one that cannot serve this experiment."""
+        await self._fleet.open()
+
+    # --- generation --------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one completion on one of the servers. Cancelling the caller ends the request on its server too.
+
+        Raises ConfigurationError for a request that no server can serve, RolloutFailedError after the deadline or the
+        last retry, ServerUnavailableError when no server is up for `serving.unavailable_s`.
+        """
+        if self._closed:
+            raise StateError("The engine is closed.", "Open a new one to go on sampling.")
+        if self._version == UNPUBLISHED:
+            raise StateError("The servers have no weights of this run yet.", "Publish a version before sampling.")
+        check_request(request)
+        self._enter()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._with_retries(request)
+        except TimeoutError:
+            raise RolloutFailedError(
+                f"Rollout {request.id} was not finished within rollout.deadline_s = {self._deadline_s:g}.",
+                "Raise rollout.deadline_s, lower rollout.max_tokens, or add servers.",
+            ) from None
+        finally:
+            self._leave()
+
+    async def _with_retries(self, request: GenerationRequest) -> Completion:
+        called, last = time.perf_counter(), None
+        for attempt in range(1, self._section.retries + 2):
+            server = await self._fleet.acquire(avoid=last)
+            try:
+                return await self._ask(server, request, called)
+            except ServerFault as fault:
+                if isinstance(fault, Refused) and fault.status < 500 and not self._adapter_is_missing(fault):
+                    raise ConfigurationError(
+                        f"{server.url} refuses request {request.id}: {fault.message}.",
+                        "The server serves another model or a shorter context than the experiment's.",
+                    ) from None
+                failed, last = fault, server
+            self._fleet.report(server, failed)
+            place = {"request": request.id, "server": server.url, "attempt": attempt}
+            self._events.event("gen", event="retry", **place, why=str(failed))
+            if attempt <= self._section.retries:
+                await pause_before_retry(attempt, jitter=request.seed % 1024 / 1024)
+        raise RolloutFailedError(
+            f"Rollout {request.id} failed {self._section.retries + 1} times; the last time: {failed}.",
+            "Look at that server's log; serving.retries says how often a request is tried again.",
+        )
+
+    async def _ask(self, server: Server, request: GenerationRequest, called: float) -> Completion:
+        sent, label, version = time.perf_counter(), server.label, self._version
+        self._labels_in_use[label] += 1
+        try:
+            generated = await server.attempt(self._exchange(server, request, label))
+        finally:
+            self._labels_in_use[label] -= 1
+        spans = self._spans(server, generated, label, version)
+        self._stats = replace(
+            self._stats,
+            tokens=self._stats.tokens + len(generated.token_ids),
+            prompt_tokens=self._stats.prompt_tokens + generated.prompt_tokens,
+            prompt_tokens_computed=self._stats.prompt_tokens_computed
+            + generated.prompt_tokens
+            - generated.cached_tokens,
+        )
+        return Completion(
+            request_id=request.id,
+            token_ids=generated.token_ids,
+            logprobs=generated.logprobs,
+            spans=spans,
+            finish_reason=generated.finish_reason,
+            timing=Timing(queued_s=sent - called, service_s=time.perf_counter() - sent),
+        )
+
+    async def _exchange(self, server: Server, request: GenerationRequest, label: str) -> Generated:
+        url, streamed = server.url + GENERATE, request.on_tokens is not None
+        body = generation(request, salt=label, model=self._model(label), seeded=self._section.seeded, stream=streamed)
+        if request.on_tokens is None:
+            reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline is around all attempts
+            return read_generated(reply.json(), url)
+        stretch = Stretch(url)
+        async with self._pool.events(url, body, timeout_s=None) as events:
+            async for event in events:
+                request.on_tokens(stretch.feed(event))
+        return stretch.finish()
+
+    def _spans(self, server: Server, generated: Generated, label: str, version: int) -> tuple[VersionSpan, ...]:
+        """The versions of the tokens. Raises StaleWeights for tokens of weights that the server should not have."""
+        if self._transport.adapters:
+            parsed = Label.parse(label)
+            return (VersionSpan(0, parsed.version if parsed else version),)
+        spans = []
+        least = Label.parse(label)
+        for start, text in generated.labels:
+            found = Label.parse(text)
+            if found is None or found.session != self._session or (least and found.version < least.version):
+                raise StaleWeights(server.url, f"its tokens come from weights {text!r}, not from {label!r}")
+            spans.append(VersionSpan(start, found.version))
+        return tuple(spans)
+
+    def _model(self, label: str) -> str | None:
+        """The name under which the server knows the weights of `label`; None: its only ones."""
+        if not self._transport.adapters:
+            return None
+        transport: AdapterTransport = self._transport  # type: ignore[assignment]
+        parsed = Label.parse(label)
+        return transport.model_of(parsed) if parsed else None
+
+    def _adapter_is_missing(self, fault: Refused) -> bool:
+        return self._transport.adapters and fault.status == 404
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        """Bring new weights to all servers that live, and prove that they arrived; the others get them when they are
+        back. Once begun it is finished, even if the caller is cancelled.
+
+        Raises StateError for a version that is not above the last, WeightsNotArrivedError when a server has other
+        weights than it was sent or all refuse them, ServerUnavailableError when none is there for
+        `serving.unavailable_s`.
+        """
+        if update.version <= self._version:
+            raise StateError(
+                f"The engine has version {self._version} of the weights and was sent version {update.version}.",
+                "Versions only go up.",
+            )
+        return await asyncio.shield(asyncio.create_task(self._load(update)))
+
+    async def _load(self, update: WeightUpdate) -> SyncTiming:
+        label = Label(self._session, update.version)
+        async with self._fleet.updating:
+            started = time.perf_counter()
+            await self._transport.stage(update, label)
+            staged = time.perf_counter()
+            expected = None if self._canary is None else await self._canary.expect(update.tensors, update.version)
+            self._newest = Publication(label, update.trace_id, expected)
+            first, self._version = self._version == UNPUBLISHED, update.version
+            delivered = await self._deliver(self._fleet.alive)
+            gaps = await self._prove(list(delivered))
+            if self._checksums is not None and (first or self._checksums.always):
+                for server in delivered:
+                    await self._checksums.check(server.control, server.info, update.tensors, update.version)
+            for server in delivered:
+                self._fleet.arrived(server, str(label))
+            await self._retire()
+        if not delivered:  # all are away: the first that comes back is caught up before it is up
+            delivered = {(back := await self._fleet.acquire()): self._caught_up[back]}
+        slowest = max(delivered.values(), key=lambda delivery: delivery.wall_ms)
+        return SyncTiming(
+            version=update.version,
+            wall_ms=slowest.wall_ms,
+            rpc_ms=slowest.rpc_ms,
+            parts={"stage_ms": (staged - started) * 1e3, **slowest.parts},
+            canary_gap=max(gaps) if gaps else None,
+        )
+
+    async def _deliver(self, servers: Sequence[Server]) -> dict[Server, Delivery]:
+        """To all `servers`; those that fail are lost. Raises WeightsNotArrivedError when all that are there refuse."""
+        newest = self._present()
+        outcomes = await self._transport.send([s.control for s in servers], newest.label, newest.trace)
+        delivered = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, Delivery):
+                delivered[server] = outcome
+                self._tell(outcome, newest)
+            else:
+                place = {"trace": newest.trace, "version": newest.label.version, "server": server.url}
+                self._events.event("weights", event="server.failed", **place, why=str(outcome))
+                self._fleet.lose(server, outcome)
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
+        if refusals and not delivered:
+            raise WeightsNotArrivedError(
+                f"No server took version {newest.label.version} of the weights: {'; '.join(map(str, refusals))}.",
+                "Look at the server's log, then continue with --resume.",
+            )
+        return delivered
+
+    async def _catch_up(self, server: Server) -> None:
+        """Bring the newest weights to one server. Called by the fleet, which holds `updating`."""
+        if self._newest is None:
+            if server.state == "away":
+                server.state = "stale"  # it answers; it gets its weights with everybody else
+            return
+        newest = self._newest
+        (outcome,) = await self._transport.send([server.control], newest.label, newest.trace)
+        if not isinstance(outcome, Delivery):
+            raise outcome
+        self._tell(outcome, newest)
+        await self._prove([server])
+        self._caught_up[server] = outcome
+        self._fleet.arrived(server, str(newest.label))
+
+    async def _prove(self, servers: Sequence[Server]) -> list[float]:
+        """The canary on each of `servers`; the gaps in nats. Raises WeightsNotArrivedError."""
+        newest = self._present()
+        gaps = []
+        if self._canary is not None and newest.expected is not None:
+            found = await asyncio.gather(*(self._canary_logprobs(server, newest) for server in servers))
+            for server, logprobs in zip(servers, found, strict=True):
+                gap = self._canary.check(server.url, newest.expected, logprobs)
+                gaps.append(gap)
+                self._events.event(
+                    "weights",
+                    event="canary",
+                    trace=newest.trace,
+                    version=newest.label.version,
+                    server=server.url,
+                    gap=gap,
+                    moved=newest.expected.moved,
+                )
+        return gaps
+
+    async def _canary_logprobs(self, server: Server, newest: Publication) -> list[Float32]:
+        assert self._canary is not None
+        return list(await asyncio.gather(*(self._scored(server, ids, newest) for ids in self._canary.sequences)))
+
+    async def _scored(self, server: Server, ids: Int32, newest: Publication) -> Float32:
+        """One sequence, with retries: the server has just been seen to live."""
+        url, label = server.url + GENERATE, str(newest.label)
+        body = prompt_scoring(ids, salt=label, model=self._model(label))
+        for attempt in range(1, self._section.retries + 2):
+            try:
+                reply = await self._pool.request("POST", url, body, timeout_s=self._section.unavailable_s)
+                return read_prompt_logprobs(reply.json(), ids, url)[0]
+            except ServerFault as fault:
+                if attempt > self._section.retries or (isinstance(fault, Refused) and fault.status < 500):
+                    raise WeightsNotArrivedError(
+                        f"{server.url} was sent version {newest.label.version} of the weights and cannot prove that it "
+                        f"has them: {fault}.",
+                        "Look at that server's log, then continue with --resume.",
+                    ) from None
+            await pause_before_retry(attempt, jitter=0.5)
+        raise AssertionError("unreachable")
+
+    async def _retire(self) -> None:
+        in_use = [parsed for text, n in self._labels_in_use.items() if n > 0 and (parsed := Label.parse(text))]
+        self._labels_in_use += Counter()  # drops the zeros
+        await self._transport.retire([server.control for server in self._fleet.up], in_use)
+
+    def _present(self) -> Publication:
+        assert self._newest is not None
+        return self._newest
+
+    def _tell(self, delivery: Delivery, newest: Publication) -> None:
+        self._events.event(
+            "weights",
+            event="server.delivered",
+            trace=newest.trace,
+            version=newest.label.version,
+            server=delivery.url,
+            wall_ms=delivery.wall_ms,
+            rpc_ms=delivery.rpc_ms,
+            queue_ms=delivery.queue_ms,
+            **delivery.parts,
+        )
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Stop watching, let go of connections and of what the transport holds. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._fleet.close()
+        await self._transport.close()
+        await self._pool.close()
+        await self._control_pool.close()
+
+    def _check_server(self, info: ServerInfo) -> None:
+        """Raises ConfigurationError or MissingRequirementError for a server that cannot serve this experiment."""
+        needs = self._needs
+        if info.runner != "generate":
+            raise ConfigurationError(
+                f"{info.url} serves a {info.runner} model, and the prover needs one that generates.",
+                "Give pooling servers as serving.verifier_servers.",
+            )
+        if info.max_model_len < needs.max_length:
+            raise ConfigurationError(
+                f"{info.url} takes {info.max_model_len} tokens, but a prompt and its completion may take "
+                f"{needs.max_length}.",
+                "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
+            )
+        if needs.processed_logprobs and info.logprobs_mode != "processed_logprobs":
+            raise MissingRequirementError(
+                f"{info.url} gives log-probs of another distribution than it samples from "
+                f"(logprobs mode {info.logprobs_mode!r}).",
+                "Start it with `pvg serve`, or with --logprobs-mode processed_logprobs.",
+            )
+        if needs.lora_rank > info.max_lora_rank:
+            raise ConfigurationError(
+                f"{info.url} takes adapters up to rank {info.max_lora_rank}, and training.lora_rank is "
+                f"{needs.lora_rank}.",
+                "Start it with `pvg serve` and this experiment's settings.",
+            )
+
+    def _enter(self) -> None:
+        self._count_time()
+        self._in_flight += 1
+
+    def _leave(self) -> None:
+        self._count_time()
+        self._in_flight -= 1
+
+    def _count_time(self) -> None:
+        """Seconds with requests in flight, and how many: what `stats` calls batches and rows."""
+        now = time.perf_counter()
+        if self._in_flight:
+            passed = now - self._in_flight_since
+            self._stats = replace(
+                self._stats,
+                batches=self._stats.batches + passed,
+                rows=self._stats.rows + passed * self._in_flight,
+                seconds=self._stats.seconds + passed,
+            )
+        self._in_flight_since = now

@@ -1,0 +1,89 @@
+"""A `VllmEngine` from an experiment: its pools, its clients, its transport and its canary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pvg.experiment import Experiment
+from pvg.records import Int32
+from pvg.rollout.vllm.engine import Needs, VllmEngine
+from pvg.serving.control import ControlClient
+from pvg.serving.keys import control_key
+from pvg.serving.labels import Session
+from pvg.serving.limits import ConnectionLimits
+from pvg.serving.pool import HttpPool
+from pvg.telemetry.events import Events
+from pvg.weights.canary import TOLERANCE, Canary, greedy_sequences, reference_logprobs
+from pvg.weights.checksums import Checksums
+from pvg.weights.transports import open_transport
+
+if TYPE_CHECKING:
+    from pvg.models.language_model import LanguageModel
+
+CONTROL_CONNECTIONS = 8  # to each server: an update, a probe and a checksum at a time, and room to spare
+
+
+def open_vllm_engine(
+    experiment: Experiment,
+    base: LanguageModel,
+    executor: Executor,
+    events: Events,
+    run: str,
+    prompts: Callable[[], list[Int32]],
+) -> VllmEngine:
+    """Asks nothing of any server yet. Raises ConfigurationError for limits that do not cover the concurrency."""
+    serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
+    dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
+    key, hosts, session = control_key(weights.root), len(serving.servers), Session.begin()
+    pool = HttpPool(_limits(experiment), connect_timeout_s=serving.connect_timeout_s, key=key)
+    dedicated = weights.client == "dedicated"
+    control_pool = pool
+    if dedicated:
+        limits = ConnectionLimits(CONTROL_CONNECTIONS * hosts, CONTROL_CONNECTIONS, hosts)
+        control_pool = HttpPool(limits, connect_timeout_s=serving.connect_timeout_s, key=key, fresh=True)
+    canary = None
+    if weights.canary_prompts:
+        canary = Canary(
+            lambda: greedy_sequences(base, prompts()),
+            partial(reference_logprobs, base),
+            executor,
+            weights.canary_tolerance or TOLERANCE[dtype],
+        )
+    return VllmEngine(
+        serving,
+        pool=pool,
+        control_pool=control_pool,
+        controls=[
+            ControlClient(url, control_pool, timeout_s=weights.timeout_s, probe_timeout_s=serving.probe_timeout_s)
+            for url in serving.servers
+        ],
+        transport=open_transport(weights, run, executor, dtype, session),
+        session=session,
+        needs=Needs(
+            max_length=rollout.max_tokens + 1,
+            processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
+            lora_rank=experiment.training.lora_rank if weights.transport == "lora" else 0,
+        ),
+        canary=canary,
+        checksums=None
+        if weights.checksums == "never" or weights.transport == "lora"
+        else Checksums(dtype, executor, always=weights.checksums == "always"),
+        events=events,
+        deadline_s=rollout.deadline_s,
+    )
+
+
+def _limits(experiment: Experiment) -> ConnectionLimits:
+    """Of generation's pool. With the shared client, updates and probes go through it too, and are not counted: that
+    this makes them wait is what `weights.client = "dedicated"` is for."""
+    serving, concurrency = experiment.serving, experiment.rollout.concurrency
+    hosts = len(serving.servers)
+    if serving.connections is None:
+        limits = ConnectionLimits.derive(concurrency, hosts)
+    else:
+        limits = ConnectionLimits(serving.connections, -(-serving.connections // hosts), hosts)
+    limits.assert_covers(concurrency)
+    return limits

@@ -1,0 +1,174 @@
+"""What is said to vLLM's token-level route and what comes back: JSON to records, with nothing believed unseen.
+
+    POST /inference/v1/generate   {"token_ids": [...], "sampling_params": {...}, "cache_salt": "...", "stream": false}
+
+Invariant: a reply that lacks a token, a log-prob or the weights that sampled it is Malformed, never half a completion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pvg.records import FinishReason, Float32, Int32
+from pvg.rollout.engine import GenerationRequest
+from pvg.serving.pool import Broken, Malformed
+
+GENERATE = "/inference/v1/generate"
+SEED_BITS = (1 << 63) - 1  # vLLM's seeds are signed
+UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob that is minus infinity or NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A completion as a server tells it. `labels`: (index of the first token, weight label) of each span."""
+
+    token_ids: Int32
+    logprobs: Float32
+    finish_reason: FinishReason
+    labels: tuple[tuple[int, str], ...]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def generation(
+    request: GenerationRequest, *, salt: str, model: str | None, seeded: bool, stream: bool
+) -> dict[str, Any]:
+    """The body of a request. Of the log-probs only the sampled tokens' own are asked for."""
+    sampling = request.sampling
+    parameters: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # only the request's own stop tokens count
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    if seeded:
+        parameters["seed"] = request.seed & SEED_BITS
+    body: dict[str, Any] = {
+        "request_id": request.id,
+        "token_ids": request.prompt_ids,
+        "sampling_params": parameters,
+        "cache_salt": salt,
+        "stream": stream,
+    }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if model is not None:
+        body["model"] = model
+    return body
+
+
+def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any]:
+    """The body that asks for the log-probs of the tokens themselves. One token is sampled, because vLLM must."""
+    parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    body: dict[str, Any] = {"token_ids": ids, "sampling_params": parameters, "cache_salt": salt}
+    if model is not None:
+        body["model"] = model
+    return body
+
+
+def read_generated(found: Any, url: str) -> Generated:
+    """A whole reply. Raises Malformed, or Broken for a request that the server aborted."""
+    choice = _only_choice(found, url)
+    stretch = Stretch(url)
+    stretch.take(choice)
+    return stretch.finish(_usage(found, url))
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A completion as it comes, piece by piece."""
+
+    url: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    labels: list[tuple[int, str]] = field(default_factory=list)
+    usage: tuple[int, int] | None = None
+
+    def feed(self, event: Any) -> int:
+        """Take the next event of a stream; returns the tokens so far."""
+        if isinstance(event, dict) and event.get("error"):
+            raise Broken(self.url, f"the server gave up: {str(event['error'])[:200]}")
+        if isinstance(event, dict) and event.get("usage"):
+            self.usage = _usage(event, self.url)
+        if isinstance(event, dict) and event.get("choices") == []:
+            return len(self.token_ids)
+        self.take(_only_choice(event, self.url))
+        return len(self.token_ids)
+
+    def take(self, choice: dict[str, Any]) -> None:
+        ids = choice.get("token_ids") or []
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if len(content) != len(ids):
+            raise Malformed(self.url, f"{len(ids)} tokens with {len(content)} log-probs")
+        try:
+            found = [float(entry["logprob"]) for entry in content]
+            labels = [(int(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or []]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Malformed(self.url, f"a choice that cannot be read: {error!r}") from None
+        if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
+            raise Malformed(self.url, "token ids that are none")
+        for logprob in found:
+            if not math.isfinite(logprob) or logprob < UNSAMPLABLE:
+                raise Malformed(self.url, f"a sampled token with log-prob {logprob:g}")
+        self.token_ids += ids
+        self.logprobs += found
+        self.labels += labels
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def finish(self, usage: tuple[int, int] | None = None) -> Generated:
+        usage = usage or self.usage
+        if self.finish_reason == "abort":
+            raise Broken(self.url, "the server aborted the request")
+        if self.finish_reason not in ("stop", "length"):
+            raise Malformed(self.url, f"a completion that ended by {self.finish_reason!r}")
+        if not self.token_ids or usage is None:
+            raise Malformed(self.url, "a completion without tokens" if usage else "a completion without usage")
+        if not self.labels or self.labels[0][0] != 0:
+            raise Malformed(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
+        return Generated(
+            token_ids=np.asarray(self.token_ids, dtype=np.int32),
+            logprobs=np.asarray(self.logprobs, dtype=np.float32),
+            finish_reason="stop" if self.finish_reason == "stop" else "length",
+            labels=tuple(self.labels),
+            prompt_tokens=usage[0],
+            cached_tokens=usage[1],
+        )
+
+
+def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str]:
+    """(log-probs float32 [L - 1] of ids[1:] in nats, the label of the weights that gave them)."""
+    rows = found.get("prompt_logprobs") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(ids):
+        raise Malformed(url, "no log-probs of the prompt")
+    try:
+        values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:].tolist(), strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Malformed(url, f"log-probs of the prompt that cannot be read: {error!r}") from None
+    spans = _only_choice(found, url).get("weight_versions") or [{}]
+    return np.asarray(values, dtype=np.float32), str(spans[0].get("version", ""))
+
+
+def _only_choice(found: Any, url: str) -> dict[str, Any]:
+    choices: Sequence[Any] = found.get("choices") if isinstance(found, dict) else None  # type: ignore[assignment]
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise Malformed(url, "not one choice")
+    return choices[0]
+
+
+def _usage(found: Any, url: str) -> tuple[int, int]:
+    """(prompt tokens, those among them that came from the prefix cache)."""
+    usage = found.get("usage")
+    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+        raise Malformed(url, "no usage")
+    details = usage.get("prompt_tokens_details") or {}
+    return usage["prompt_tokens"], int(details.get("cached_tokens") or 0)

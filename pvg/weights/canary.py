@@ -1,0 +1,135 @@
+"""`Canary`: proof that a server has the weights that were published, by what it says and not by what it was told.
+
+The trainer and the server give log-probs to the same fixed sequences. They compute in different ways, so the two differ
+in the last digits; weights that did not arrive, or not all of them, differ by more. Two rules:
+
+- the largest gap is at most the tolerance;
+- the server is not nearer to the version before than to the new one. A small step of the optimizer moves log-probs by
+  less than a tolerance in bfloat16 has to allow, but a server that missed it agrees with the old ones far better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
+from pvg.records import Float32, Int32
+from pvg.telemetry.spans import run_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pvg.models.language_model import LanguageModel
+
+# Measured with vLLM on a CPU in float32: 1e-5 to 1e-3 nats. bfloat16 keeps 8 bits, and log-probs reach -20.
+TOLERANCE = {"float32": 0.02, "bfloat16": 0.5}
+NEARER = 4.0  # times: how much nearer to the old version a server has to be to be called stale
+NOISE = 1e-4  # nats, in the mean: nothing is said of differences below
+NEW_TOKENS = 16  # greedy ones after each prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the trainer's weights say of the sequences: float32 [L - 1] each, in nats; the same for the version before.
+    `moved` is the largest change between the two."""
+
+    version: int
+    logprobs: tuple[Float32, ...]
+    before: tuple[Float32, ...] | None
+    moved: float
+
+
+class Canary:
+    """`sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors; it runs in `executor`."""
+
+    def __init__(
+        self,
+        sequences: Callable[[], Sequence[Int32]],
+        reference: Callable[[Mapping[str, Tensor], Sequence[Int32]], list[Float32]],
+        executor: Executor,
+        tolerance: float,
+    ) -> None:
+        self._make = sequences
+        self._reference = reference
+        self._executor = executor
+        self.tolerance = tolerance
+        self.sequences: tuple[Int32, ...] = ()
+        self._last: tuple[Float32, ...] | None = None
+
+    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> Expected:
+        """What servers have to say under `tensors`. Raises TrainingDivergedError for weights that give no number."""
+        if not self.sequences:
+            self.sequences = tuple(await run_in(self._executor, self._make))
+        found = tuple(await run_in(self._executor, self._reference, tensors, self.sequences))
+        if not all(np.isfinite(logprobs).all() for logprobs in found):
+            raise TrainingDivergedError(
+                f"Version {version} of the weights gives log-probs that are no numbers.",
+                "Resume from the last commit with a lower learning rate.",
+            )
+        before, self._last = self._last, found
+        return Expected(version, found, before, _largest(found, before) if before else 0.0)
+
+    def check(self, server: str, expected: Expected, found: Sequence[Float32]) -> float:
+        """The largest gap in nats. Raises WeightsNotArrivedError, which names the server and the version."""
+        gap = _largest(expected.logprobs, found)
+        if not gap <= self.tolerance:  # also where the server says NaN
+            raise WeightsNotArrivedError(
+                f"{server} does not have version {expected.version} of the weights: its log-probs differ from the "
+                f"trainer's by up to {gap:.3g} nats (tolerance {self.tolerance:g}).",
+                "Restart the server on the experiment's model; if it is the right one, see weights.canary_tolerance.",
+            )
+        distance = _mean(expected.logprobs, found)
+        if expected.before is not None and distance > NOISE and NEARER * _mean(expected.before, found) < distance:
+            raise WeightsNotArrivedError(
+                f"{server} still has the weights before version {expected.version}: its log-probs are "
+                f"{distance:.2g} nats from the new ones and {_mean(expected.before, found):.2g} from the old ones.",
+                "Restart the server, and continue with --resume.",
+            )
+        return gap
+
+
+def greedy_sequences(model: LanguageModel, prompts: Sequence[Int32]) -> list[Int32]:
+    """Each prompt with up to NEW_TOKENS tokens of the model's own greedy choice, as room allows."""
+    import torch
+
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = prompt.astype(np.int64)
+            for _ in range(min(NEW_TOKENS, model.max_length - len(prompt) - 1)):
+                logits_V = model.module(input_ids=torch.from_numpy(ids)[None].to(model.device)).logits[0, -1]
+                ids = np.append(ids, int(logits_V.argmax()))
+            found.append(ids.astype(np.int32))
+    return found
+
+
+def reference_logprobs(
+    model: LanguageModel, tensors: Mapping[str, Tensor], sequences: Sequence[Int32]
+) -> list[Float32]:
+    """Log-probs of ids[1:] of each sequence under `tensors`, in the architecture of `model`, whose own weights are
+    neither used nor changed. float32 [L - 1] each."""
+    import torch
+    from torch.func import functional_call
+
+    placed = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    found = []
+    with torch.inference_mode():
+        for sequence in sequences:
+            ids_L = torch.from_numpy(sequence.astype(np.int64)).to(model.device)
+            logits_LV = functional_call(model.module, placed, (), {"input_ids": ids_L[None]}).logits[0].float()
+            chosen_L = logits_LV[:-1].log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]
+            found.append(chosen_L.cpu().numpy())
+    return found
+
+
+def _largest(a: Sequence[Float32], b: Sequence[Float32]) -> float:
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+def _mean(a: Sequence[Float32], b: Sequence[Float32]) -> float:
+    return float(np.concatenate([np.abs(x - y) for x, y in zip(a, b, strict=True)]).mean())

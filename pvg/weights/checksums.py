@@ -1,0 +1,58 @@
+"""`Checksums`: tensors of a server against the trainer's, bit by bit, where the server still has them as they came.
+
+vLLM names and shapes most tensors in its own way (it fuses projections, and its CPU build packs them), so only those
+that it keeps under their own name can be compared: embeddings and norms. The canary covers the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from pvg.errors import WeightsNotArrivedError
+from pvg.serving.control import ControlClient, ServerInfo
+from pvg.telemetry.spans import run_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOTHING = hashlib.sha256(b"").hexdigest()  # of a tensor that the server has in another form
+
+
+class Checksums:
+    """`dtype` is the servers'; `always`: at every update, and not only at the first."""
+
+    def __init__(self, dtype: str, executor: Executor, *, always: bool) -> None:
+        self._dtype = dtype
+        self._executor = executor
+        self.always = always
+        self.compared = 0  # tensors, in the last check
+
+    async def check(
+        self, control: ControlClient, info: ServerInfo | None, tensors: Mapping[str, Tensor], version: int
+    ) -> None:
+        """Raises WeightsNotArrivedError, which names the server, the version and the first tensor that differs."""
+        if info is None or info.world_size != 1:  # of a sharded tensor each worker has a part
+            return
+        found = {name.rpartition(":")[2]: digest for name, digest in (await control.checksums()).items()}
+        shared = {name: tensors[name] for name in sorted(found.keys() & tensors.keys()) if found[name] != NOTHING}
+        expected = await run_in(self._executor, self._digests, shared)
+        self.compared = len(shared)
+        for name in shared:
+            if found[name] != expected[name]:
+                raise WeightsNotArrivedError(
+                    f"{control.url} does not have version {version} of the weights: its {name} differs.",
+                    "Restart the server, and continue with --resume.",
+                )
+
+    def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        import torch
+
+        dtype = getattr(torch, self._dtype)
+        found = {}
+        for name, tensor in tensors.items():
+            host = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            found[name] = hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        return found
