@@ -17,6 +17,7 @@ from typing import Literal
 
 import orjson
 
+from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment
 from pvg.serving.interpreter import Interpreter
 from pvg.serving.keys import KEY_VARIABLE, control_key
@@ -28,6 +29,7 @@ LOOPBACK = "127.0.0.1"
 # On a CPU the "GPU memory" is the machine's, of which this share must be free at the start. What is taken is
 # serving.cpu_cache_gb.
 CPU_MEMORY_SHARE = 0.05
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
 LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those that requests in flight began with
 KEPT_ADAPTERS = 4  # in memory
 
@@ -69,8 +71,9 @@ def server_spec(
 ) -> ServerSpec:
     """How to serve the model in `folder` for `purpose`. Makes the control key, if there is none yet.
 
-    Raises ConfigurationError for a head that vLLM does not serve, and for a key that is none.
+    Raises ConfigurationError for a model or a verifier's head that vLLM does not serve, and for a key that is none.
     """
+    check_heads(folder, interpreter)
     name = model_name(experiment, purpose, folder)
     runner: Literal["generate", "pooling"] = "pooling" if kind_for(experiment, purpose) == "classifier" else "generate"
     arguments = ["--model", str(folder), "--served-model-name", name, "--host", host, "--port", str(port)]
@@ -98,6 +101,19 @@ def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
     """What requests call the model: an embedded model's name, else that of its folder."""
     kind, separator, name = section_for(experiment, purpose).source.partition(":")
     return name if separator and kind == "embedded" else folder.name
+
+
+def check_heads(folder: Path, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError for attention heads that vLLM's CPU build cannot compute. It starts with them, says
+    that it is healthy, and dies at the first request."""
+    config = orjson.loads((folder / "config.json").read_bytes())
+    size = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    if interpreter.device == "cpu" and size and size not in CPU_HEAD_SIZES:
+        raise ConfigurationError(
+            f"{folder.name} has attention heads of {size} numbers, and vLLM's CPU build computes heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} only.",
+            "Choose another model, or leave this one to the torch engine.",
+        )
 
 
 def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) -> list[str]:

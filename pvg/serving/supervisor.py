@@ -38,7 +38,11 @@ def main(arguments: list[str]) -> int:
     release = _start_guard()
     with open(log, "ab", buffering=0) as output:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_die_with(os.getpid())
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (there is one thread)
         )
         _tell(f"pid {child.pid}")
         code = _watch(child.pid, wake, interrupts)
