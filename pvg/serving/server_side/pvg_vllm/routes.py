@@ -170,7 +170,7 @@ async def _update(engine: Any, label: Label, files: Sequence[Path], keep_kv: boo
             500, "load_failed", f"{label} was not loaded, the engine's weights are broken: {'; '.join(reasons)}"
         )
     parts = ("pause_ms", "load_ms", "resume_ms")
-    return {part: (end - start) * 1e3 for part, start, end in zip(parts, times, times[1:], strict=True)}
+    return {part: (times[i + 1] - times[i]) * 1e3 for i, part in enumerate(parts)}
 
 
 def _vllm_version() -> str:
