@@ -83,7 +83,7 @@ def test_one_line_per_update_closes_its_own_sum_and_carries_the_trace_id() -> No
         assert (done["version"], done["engines"], done["failed"]) == (update.version, 2, 0)
         assert done["rpc_ms"] == 0.75
         assert done["wall_ms"] == pytest.approx(done["rpc_ms"] + done["queue_ms"])
-        assert done["wall_ms"] >= 2.0  # what the engines took
+        assert done["all_ms"] >= 2.0  # what the engines took, whatever they tell
     assert engine.updates[0].trace_id != engine.updates[1].trace_id
 
 
