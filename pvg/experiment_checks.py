@@ -74,7 +74,29 @@ def impossibilities(experiment: Experiment) -> list[str]:
                 f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
                 f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
             )
-    return found + _impossible_roles(experiment)
+    return found + _impossible_servers(experiment) + _impossible_roles(experiment)
+
+
+def _impossible_servers(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of the verifier's servers."""
+    verifier, found = experiment.verifier, []
+    if verifier.engine == "vllm" and not experiment.serving.verifier_servers:
+        found.append(
+            "verifier.engine = 'vllm' needs serving.verifier_servers; start one with `pvg serve EXPERIMENT --for "
+            "verifier` and name it there, or set verifier.engine to 'torch'"
+        )
+    if verifier.engine == "vllm" and verifier.head == "yes_token":
+        found.append(
+            "verifier.head = 'yes_token' is computed by torch only; set verifier.engine to 'torch', or verifier.head "
+            "to 'implicit' or 'scalar'"
+        )
+    shared = set(experiment.serving.verifier_servers) & set(experiment.serving.reference_servers)
+    if verifier.engine == "vllm" and shared:
+        found.append(
+            f"{sorted(shared)[0]} is both in serving.verifier_servers and in serving.reference_servers: a server has "
+            "one set of weights; start one for each"
+        )
+    return found
 
 
 def _impossible_roles(experiment: Experiment) -> list[str]:
@@ -123,6 +145,7 @@ def oddities(experiment: Experiment) -> list[str]:
         )
     if training.lora_alpha != type(training).model_fields["lora_alpha"].default and training.lora_rank == 0:
         found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
+    found += _idle_servers(experiment)
     idle = {
         "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
         "rloo": {
@@ -134,4 +157,16 @@ def oddities(experiment: Experiment) -> list[str]:
     for key, is_set in idle.get(training.loss, {}).items():
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
+    return found
+
+
+def _idle_servers(experiment: Experiment) -> list[str]:
+    """Of the oddities, servers that nobody will ask."""
+    serving, verifier, found = experiment.serving, experiment.verifier, []
+    if verifier.engine == "torch":
+        for key in ("verifier_servers", "reference_servers"):
+            if getattr(serving, key):
+                found.append(f"serving.{key} has no effect on verifier.engine = 'torch'; set that to 'vllm'")
+    elif serving.reference_servers and verifier.head != "implicit":
+        found.append(f"serving.reference_servers has no effect on verifier.head = {verifier.head!r}")
     return found

@@ -25,8 +25,10 @@ from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in
+from pvg.verifier.cache import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 from pvg.weights import Adapter
 from pvg.weights.publisher import Publisher
 
@@ -72,6 +74,9 @@ class Players:
             Setting(experiment, self.base, self.executor, events or Unheard(), run, self._canary_prompts)
         )
         self.publisher = Publisher([self.engine], events=events)
+        self.verifier_serving: VerifierServing | None = None
+        if experiment.verifier.engine == "vllm":
+            self.verifier_serving = VerifierServing(experiment, self.executor, events or Unheard(), run)
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
             stop_ids=(self.base.tokenizer.eos_id,),
@@ -111,15 +116,20 @@ class Players:
 
     def scorer(self, verifier: VerifierModel) -> VerifierScorer:
         """A scorer with an empty cache. The verifier stays the caller's."""
-        section = self.experiment.verifier
+        section, template = self.experiment.verifier, self.template(verifier)
+        backend = None
+        if self.verifier_serving is not None:
+            references = ScoreCache(section.cache_entries)
+            backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
         return VerifierScorer(
             verifier,
-            self.template(verifier),
+            template,
             verifier.version(),
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
             executor=self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
+            backend=backend,
         )
 
     def _canary_prompts(self) -> list[Int32]:
@@ -129,6 +139,8 @@ class Players:
         return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
     async def close(self) -> None:
+        if self.verifier_serving is not None:
+            await self.verifier_serving.close()
         await self.engine.close()
         self.base.close()
         if self._owns_executor:

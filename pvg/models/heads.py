@@ -175,7 +175,7 @@ class ImplicitHead(VerifierModel):
     @property
     def start(self) -> nn.Module:
         """pi_ref. ModelClosedError after `close`."""
-        return self._reference_model.module
+        return cast(nn.Module, self._reference_model.module)
 
     def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
         """sum_t log pi_ref(z_t) of each row in nats: float32 [B], without a gradient.

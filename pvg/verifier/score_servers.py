@@ -1,0 +1,226 @@
+"""`ScoreServers`: several vLLM servers with one model, asked for what it says of solutions.
+
+Which server lives, and which gets the next request, is the business of `pvg.rollout.vllm.fleet`.
+
+Invariant 2, the servers' part: an answer is returned only if its server had the wanted weights. A reply that tells its
+weights is believed; and when the answers are in, every server that gave one is asked for its boot and its label. These
+only go forward, so a server that has both still had them all the time; what another one said is asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pvg.errors import ConfigurationError, ServerUnavailableError
+from pvg.experiment import Serving
+from pvg.records import Float32
+from pvg.rollout.vllm.fleet import Fleet, Server, StaleWeights
+from pvg.serving.control import ControlClient, ServerInfo
+from pvg.serving.pool import HttpPool, Refused, ServerFault, pause_before_retry
+from pvg.telemetry.events import Events
+from pvg.verifier.backend import ScoreInput
+from pvg.verifier.served_heads import ServedHead
+
+T = TypeVar("T")
+
+CONCURRENCY = 256  # requests in flight: some more than vLLM decodes together, so that it never waits for us
+REPLY_S = 600.0  # a server that is gone is noticed long before; this is for a single reply that got lost
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """float32 values of each input, when the request for each was sent (perf_counter), and how many were sent."""
+
+    values: list[Float32]
+    began: list[float]
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    values: list[Float32]
+    began: float
+    server: Server
+    boot: str
+    label: str
+
+
+class ScoreServers:
+    """The servers `setting` (a key of the experiment) names. Borrows `pool`, whose limits must cover CONCURRENCY.
+
+    `catch_up` makes a server that lives ready, or raises; `fleet.arrived` then lets it be asked.
+    """
+
+    def __init__(
+        self,
+        head: ServedHead,
+        controls: Sequence[ControlClient],
+        pool: HttpPool,
+        section: Serving,
+        events: Events,
+        *,
+        setting: str,
+        catch_up: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        self.head = head
+        self.fleet = Fleet(controls, section, events, check=self._check, catch_up=catch_up)
+        self._pool = pool
+        self._section = section
+        self._events = events
+        self._setting = setting
+        self._room = asyncio.Semaphore(CONCURRENCY)
+
+    @property
+    def controls(self) -> list[ControlClient]:
+        return [server.control for server in self.fleet.servers]
+
+    async def open(self) -> None:
+        """Ask the servers how they are. Raises ServerUnavailableError when none answers, ConfigurationError or
+        MissingRequirementError for one that cannot serve this verifier."""
+        try:
+            await self.fleet.open()
+        except ServerUnavailableError as error:
+            raise ServerUnavailableError(error.message, self._remedy()) from None
+
+    async def ask(self, inputs: Sequence[ScoreInput]) -> Answers:
+        """What the model says of `inputs`. Raises ServerUnavailableError when no server is up for
+        `serving.unavailable_s`, or fails a request again and again; ConfigurationError for one that servers refuse."""
+        self._check_lengths(inputs)
+        size = self.head.inputs_per_request
+        missing = [list(range(at, min(at + size, len(inputs)))) for at in range(0, len(inputs), size)]
+        values: dict[int, Float32] = {}
+        began: dict[int, float] = {}
+        requests = 0
+        for attempt in range(1, self._section.retries + 2):
+            answers = await together([self._answer([inputs[row] for row in rows]) for rows in missing])
+            requests += len(answers)
+            changed = await self._changed(answers)
+            again = []
+            for rows, answer in zip(missing, answers, strict=True):
+                if (answer.server.url, answer.boot, answer.label) in changed:
+                    again.append(rows)
+                    continue
+                for row, value in zip(rows, answer.values, strict=True):
+                    values[row], began[row] = value, answer.began
+            if not again:
+                numbers = range(len(inputs))
+                return Answers([values[n] for n in numbers], [began[n] for n in numbers], requests)
+            missing = again
+            await pause_before_retry(attempt, jitter=0.5)
+        raise self.gave_up(f"Servers were replaced {self._section.retries + 1} times while they scored")
+
+    async def ask_one(self, server: Server, inputs: Sequence[ScoreInput], label: str) -> list[Float32]:
+        """What the model on one server says of a few inputs. Raises its last ServerFault after `serving.retries`."""
+        for attempt in range(1, self._section.retries + 1):
+            try:
+                return await self._exchange(server, inputs, label)
+            except ServerFault:
+                await pause_before_retry(attempt, jitter=0.5)
+        return await self._exchange(server, inputs, label)
+
+    async def _exchange(self, server: Server, inputs: Sequence[ScoreInput], label: str) -> list[Float32]:
+        """One request. Raises a ServerFault, StaleWeights for a reply of other weights than `label`, ConfigurationError
+        for a request that will never be served."""
+        url = server.url + self.head.route
+        try:
+            reply = await self._pool.request("POST", url, self.head.body(inputs, label), timeout_s=REPLY_S)
+        except Refused as refusal:
+            if refusal.status >= 500:
+                raise
+            raise ConfigurationError(
+                f"{server.url} refuses to score rollout {inputs[0].rollout_id}: {refusal.message}.",
+                "It serves another model than the verifier's, or a shorter context.",
+            ) from None
+        reading = self.head.read(reply.json(), inputs, url)
+        if reading.label is not None and reading.label != label:
+            raise StaleWeights(server.url, f"its log-probs come from weights {reading.label!r}, not from {label!r}")
+        return reading.values
+
+    async def _answer(self, inputs: Sequence[ScoreInput]) -> _Answer:
+        """One request, on one server after the other until one answers."""
+        async with self._room:
+            last: Server | None = None
+            failed: ServerFault | None = None
+            for attempt in range(1, self._section.retries + 2):
+                server = await self._acquire(avoid=last)
+                assert server.info is not None
+                boot, label, began = server.info.boot, server.label, time.perf_counter()
+                try:
+                    values = await server.attempt(self._exchange(server, inputs, label))
+                    return _Answer(values, began, server, boot, label)
+                except ServerFault as fault:
+                    last, failed = server, fault
+                self.fleet.report(server, failed)
+                self._events.event(
+                    "score",
+                    event="retry",
+                    rollout=inputs[0].rollout_id,
+                    server=server.url,
+                    attempt=attempt,
+                    why=str(failed),
+                )
+                await pause_before_retry(attempt, jitter=int.from_bytes(inputs[0].digest[:2]) / 2**16)
+        raise self.gave_up(f"Rollout {inputs[0].rollout_id} could not be scored in {attempt} attempts ({failed})")
+
+    async def _acquire(self, avoid: Server | None) -> Server:
+        try:
+            return await self.fleet.acquire(avoid=avoid)
+        except ServerUnavailableError as error:
+            raise ServerUnavailableError(error.message, self._remedy()) from None
+
+    async def _changed(self, answers: Sequence[_Answer]) -> set[tuple[str, str, str]]:
+        """Of the (url, boot, label) that gave these answers, those that their server no longer has."""
+        servers = {(answer.server.url, answer.boot, answer.label): answer.server for answer in answers}
+        found = await asyncio.gather(*(server.control.info() for server in servers.values()), return_exceptions=True)
+        changed = set()
+        for (key, server), outcome in zip(servers.items(), found, strict=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerFault):
+                raise outcome
+            if isinstance(outcome, ServerInfo) and (outcome.url, outcome.boot, outcome.label) == key:
+                continue
+            fault = outcome if isinstance(outcome, ServerFault) else StaleWeights(server.url, "was started again")
+            self.fleet.report(server, fault)
+            changed.add(key)
+        return changed
+
+    def _check(self, info: ServerInfo) -> None:
+        if info.runner != self.head.runner:
+            raise ConfigurationError(
+                f"{info.url} is a server of the kind {info.runner!r}, and {self._setting} needs {self.head.runner!r}.",
+                self._remedy(),
+            )
+
+    def _check_lengths(self, inputs: Sequence[ScoreInput]) -> None:
+        longest = max(inputs, key=lambda entry: len(entry.ids))
+        needed = len(longest.ids) + self.head.extra_tokens
+        for server in self.fleet.servers:
+            if server.info is not None and server.info.max_model_len < needed:
+                raise ConfigurationError(
+                    f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} takes "
+                    f"{server.info.max_model_len}.",
+                    "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
+                )
+
+    def gave_up(self, what: str) -> ServerUnavailableError:
+        """The error that names the servers."""
+        urls = ", ".join(server.url for server in self.fleet.servers)
+        return ServerUnavailableError(f"{what}; the servers: {urls}.", self._remedy())
+
+    def _remedy(self) -> str:
+        purpose = self._setting.rpartition(".")[2].removesuffix("_servers")
+        return f"Start one with `pvg serve EXPERIMENT --for {purpose}`, and name it in {self._setting}."
+
+
+async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,198 @@
+"""A verifier's heads as vLLM servers compute them: what is published, what is asked, and what the reply says.
+
+    scalar      /classify                  the logit w . h of the last token, in float32 and without an activation
+    implicit    /inference/v1/generate     the log-prob of every token that is sent
+
+The bias, beta and the comparison with the reference are added here. Invariant: a reply that lacks a number is
+Malformed, never a part of a score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import Verifier
+from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
+from pvg.models.logprobs import completion_logprobs
+from pvg.records import Float32
+from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
+from pvg.serving.pool import Malformed
+from pvg.verifier.backend import ScoreInput
+
+CLASSIFY = "/classify"
+BACKBONE = "backbone."  # before the backbone's names in VerifierModel.trainable_state
+SCORE = "score.weight"  # of a *ForSequenceClassification
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a server says of some inputs: float32 values of each, and the label of the weights that gave them, where
+    the route tells."""
+
+    values: list[Float32]
+    label: str | None
+
+
+class ServedHead(Protocol):
+    """How one head is served. A request carries at most `inputs_per_request` inputs, and needs room for `extra_tokens`
+    beyond each."""
+
+    runner: Literal["generate", "pooling"]
+    route: str
+    inputs_per_request: int
+    extra_tokens: int
+
+    def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
+        """What makes servers compute this version of the verifier, by the names of the checkpoint that they serve."""
+        ...
+
+    def body(self, inputs: Sequence[ScoreInput], label: str) -> dict[str, Any]:
+        """The request, to a server whose weights have that label."""
+        ...
+
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+        """Raises Malformed."""
+        ...
+
+    def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
+        """The values that a server with the model's weights gives, computed by torch in this thread."""
+        ...
+
+    def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
+        """float32 [N]. The references are zeros where the head has none."""
+        ...
+
+
+class ServedScalar:
+    """[X]ForSequenceClassification with one label: its score is a linear layer without a bias."""
+
+    runner: Literal["generate", "pooling"] = "pooling"
+    route = CLASSIFY
+    inputs_per_request = 16  # a request takes any number; several servers shall share the work
+    extra_tokens = 0
+
+    def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
+        assert isinstance(model, ScalarHead)
+        tensors = _backbone(model.trainable_state())
+        # A tied head is the embedding, which the backbone needs; one of its own the classifier does not have, and as it
+        # is frozen it is no part of the trainable state.
+        tensors[SCORE] = model.weight_D.detach()[None]
+        return tensors
+
+    def body(self, inputs: Sequence[ScoreInput], label: str) -> dict[str, Any]:
+        return {
+            "input": [entry.ids for entry in inputs],
+            "use_activation": False,
+            "add_special_tokens": False,
+            "cache_salt": _salt(label),
+        }
+
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+        rows = found.get("data") if isinstance(found, dict) else None
+        if not isinstance(rows, list) or len(rows) != len(inputs):
+            raise Malformed(url, f"not {len(inputs)} scores")
+        values: dict[int, Float32] = {}
+        for row in rows:
+            try:
+                number, (logit,) = int(row["index"]), row["probs"]
+                values[number] = np.array([float(logit)], dtype=np.float32)
+            except (KeyError, TypeError, ValueError) as error:
+                raise Malformed(url, f"a score that cannot be read: {error!r}") from None
+        if values.keys() != set(range(len(inputs))):
+            raise Malformed(url, "scores of other inputs than were sent")
+        return Reading([values[number] for number in range(len(inputs))], None)
+
+    def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
+        assert isinstance(model, ScalarHead)
+        with torch.inference_mode():
+            return [(model(*_row(entry, model.device)) - model.bias).cpu().numpy() for entry in inputs]
+
+    def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
+        return np.concatenate(values) + np.float32(bias)
+
+
+class ServedImplicit:
+    """[X]ForCausalLM: of the log-probs of all tokens, those of the solution's count."""
+
+    runner: Literal["generate", "pooling"] = "generate"
+    route = GENERATE
+    inputs_per_request = 1
+    extra_tokens = 1  # vLLM must sample one
+
+    def __init__(self, beta: float) -> None:
+        self._beta = np.float32(beta)
+
+    def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
+        return _backbone(model.trainable_state())
+
+    def body(self, inputs: Sequence[ScoreInput], label: str) -> dict[str, Any]:
+        (entry,) = inputs
+        return prompt_scoring(entry.ids, salt=_salt(label), model=None)
+
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+        (entry,) = inputs
+        logprobs, label = read_prompt_logprobs(found, entry.ids, url)
+        solution = logprobs[entry.prompt_length - 1 :]
+        return Reading([np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label)
+
+    def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
+        assert isinstance(model, ImplicitHead)
+        assert model.backbone is not None
+        return [_solution_logprobs(model.backbone, model.device, entry) for entry in inputs]
+
+    def expected_of_start(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
+        """As `expected`, of a server with the verifier's untrained start."""
+        assert isinstance(model, ImplicitHead)
+        return [_solution_logprobs(model.start, model.device, entry) for entry in inputs]
+
+    def sums(self, values: Sequence[Float32]) -> Float32:
+        """float32 [N], added up in float64."""
+        return np.array([value.sum(dtype=np.float64) for value in values], dtype=np.float32)
+
+    def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
+        return self._beta * (self.sums(values) - references_N) + np.float32(bias)
+
+
+SERVED_HEADS: dict[str, Callable[[Verifier], ServedScalar | ServedImplicit]] = {
+    "scalar": lambda section: ServedScalar(),
+    "implicit": lambda section: ServedImplicit(section.beta),
+}
+
+
+def served_head(section: Verifier) -> ServedScalar | ServedImplicit:
+    """Raises ConfigurationError for a head that no server computes."""
+    if section.head not in SERVED_HEADS:
+        raise ConfigurationError(
+            f"verifier.head = {section.head!r} is computed by torch only: vLLM does not serve it.",
+            "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
+        )
+    return SERVED_HEADS[section.head](section)
+
+
+def _backbone(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(BACKBONE): tensor for name, tensor in state.items() if name.startswith(BACKBONE)}
+
+
+def _salt(label: str) -> str:
+    """What keeps the activations of one version from serving another. vLLM takes no slash in it."""
+    return label.replace("/", ".")
+
+
+def _solution_logprobs(module: nn.Module, device: torch.device, entry: ScoreInput) -> Float32:
+    with torch.inference_mode():
+        logprobs_1L = completion_logprobs(module, *_row(entry, device))
+    found: Float32 = logprobs_1L[0, entry.prompt_length :].cpu().numpy()
+    return found
+
+
+def _row(entry: ScoreInput, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    ids_1L = torch.from_numpy(entry.ids.astype(np.int64)).to(device)[None]
+    lengths_1 = torch.tensor([len(entry.ids)], device=device)
+    return ids_1L, lengths_1, torch.tensor([entry.prompt_length], device=device)
