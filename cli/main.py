@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, train
+from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, serve, train
 from cli.boundary import Commands
 from pvg import __version__
 
@@ -45,6 +45,7 @@ def main(
 
 train.register(app)
 rollout.register(app)
+serve.register(app)
 bench.register(app)
 compare.register(app)
 report.register(app)

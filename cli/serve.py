@@ -1,0 +1,160 @@
+"""`pvg serve`: start a vLLM server for an experiment, and keep it until Ctrl-C."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
+from cli.options import SetOption
+
+if TYPE_CHECKING:
+    from cli.serve_display import ServeView
+    from pvg.experiment import Experiment
+    from pvg.serving.command import ServerSpec
+    from pvg.serving.process import ServerFailedError, VllmServer
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+# What a trainer must be told to use a server of each purpose.
+SWITCHES = {
+    "prover": ("rollout.engine=vllm", "serving.servers"),
+    "verifier": ("verifier.engine=vllm", "serving.verifier_servers"),
+    "reference": ("verifier.engine=vllm", "serving.reference_servers"),
+}
+LOGS = "logs"  # below weights.root
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve")(serve)
+
+
+@guarded
+def serve(
+    *,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="EXPERIMENT", help="An experiment of ./experiments or of pvg, or a TOML file."),
+    ],
+    overrides: SetOption = None,
+    purpose: Annotated[
+        Literal["prover", "verifier", "reference"],
+        typer.Option("--for", help="Which model: what samples, what scores, or what the implicit head compares with."),
+    ] = "prover",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port to answer at.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="The address to bind to; 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            "--log",
+            metavar="FILE",
+            help="Where vLLM's output is appended; else below weights.root.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Start a vLLM server as an experiment wants it, and keep it until Ctrl-C. No process of it stays behind.
+
+    With --json, the one document comes when the server is ready, and the command goes on serving.
+    """
+    from cli.resolve import resolve
+    from cli.serve_display import view
+    from pvg.errors import UsageError
+    from pvg.serving.command import server_spec
+    from pvg.serving.interpreter import find_interpreter
+    from pvg.serving.models import kind_for, model_folder
+    from pvg.serving.process import check_port
+
+    experiment = resolve(name, overrides or [])
+    kind_for(experiment, purpose)
+    check_port(host, port)
+    if log is not None and log.is_dir():
+        raise UsageError(f"{log} is a folder.", "Name a file: --log FILE")
+    interpreter = find_interpreter(experiment.serving.python)
+    place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
+    folder = model_folder(experiment, purpose)
+    spec = server_spec(experiment, purpose, interpreter, folder, log=place, port=port, host=host)
+    if spec.open_to_network:
+        say(
+            f"warning: {host} is open to the network. Every route but /health and /ping needs the control key, "
+            "which travels unencrypted.",
+            typer.colors.YELLOW,
+        )
+    commands = next_commands(name, overrides or [], purpose, spec)
+    _run(spec, experiment, purpose, view(spec, place, commands, as_json), as_json)
+
+
+def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeView, as_json: bool) -> None:
+    """Serve until Ctrl-C (exit code 130), or until the server ends by itself (3)."""
+    import asyncio
+
+    from pvg.serving.process import ServerFailedError, VllmServer
+
+    async def work() -> None:
+        try:
+            async with VllmServer.start(spec, shown.progressed) as server:
+                shown.ready(server)
+                if as_json:
+                    emit(_document(server, experiment, purpose))
+                await shown.watch(server)
+        except asyncio.CancelledError:
+            shown.stopped()
+            raise
+
+    try:
+        with shown:
+            asyncio.run(work())
+    except ServerFailedError as error:
+        _tell(error)
+        if not (as_json and shown.is_ready):
+            raise
+        say(f"error: {error.message}", typer.colors.RED)  # stdout has its one document already
+        say(error.remedy)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt:
+        say("Stopped; no process of the server is left.")
+        if as_json and not shown.is_ready:
+            emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
+        raise typer.Exit(EXIT_STOPPED) from None
+
+
+def _tell(error: ServerFailedError) -> None:
+    """The server's own last lines."""
+    for line in error.lines:
+        say(f"  {line}", typer.colors.BRIGHT_BLACK)
+
+
+def _document(server: VllmServer, experiment: Experiment, purpose: str) -> dict[str, object]:
+    import os
+
+    spec = server.spec
+    return {
+        "url": server.url,
+        "pid": os.getpid(),  # the one to end
+        "server_pid": server.pid,
+        "experiment": experiment.name,
+        "for": purpose,
+        "model": spec.model,
+        "runner": spec.runner,
+        "log": str(spec.log),
+        "weights_root": str(experiment.weights.root.absolute()),
+        "python": str(spec.interpreter.python),
+        "vllm": spec.interpreter.vllm,
+        "device": spec.interpreter.device,
+    }
+
+
+def next_commands(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> dict[str, str]:
+    """What to type next, exactly: with the settings that this server was started with."""
+    switch, servers = SWITCHES[purpose]
+    settings = [*overrides, switch]
+    if purpose != "prover" or spec.url != DEFAULT_URL:
+        settings.append(f"{servers}={spec.url}")
+    words = ["pvg", "train", name, *(word for setting in settings for word in ("-s", setting))]
+    return {shlex.join(words): "train with it, from another terminal"}
