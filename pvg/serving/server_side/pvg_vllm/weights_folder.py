@@ -19,6 +19,7 @@ STABLE = "STABLE"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+UNREACHABLE = (OSError, RuntimeError, ValueError)  # missing; links in a circle; a name that no file can have
 MOST_STABLE_BYTES = 1 << 20
 MOST_HEADER_BYTES = 100 << 20  # what the safetensors library allows
 
@@ -58,7 +59,7 @@ def _folder(root: Path, name: str) -> Path:
         raise Refusal(403, "foreign_path", f"{name!r} is no folder below the root of the weights.")
     try:
         folder = (root / name).resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except UNREACHABLE as error:
         raise Refusal(422, "not_stable", f"There is no folder {name!r} below the root of the weights.") from error
     _below(root, folder, name)
     if not folder.is_dir():
@@ -76,7 +77,7 @@ def _regular(root: Path, folder: Path, file: str) -> tuple[Path, int]:
     try:
         path = (folder / file).resolve(strict=True)
         found = path.stat()
-    except (OSError, RuntimeError) as error:
+    except UNREACHABLE as error:
         raise Refusal(422, "not_stable", f"{folder.name} has no {file}.") from error
     _below(root, path, f"{folder.name}/{file}")
     if not stat.S_ISREG(found.st_mode):

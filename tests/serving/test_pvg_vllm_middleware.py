@@ -1,0 +1,387 @@
+"""PvgMiddleware as vLLM calls it, over an application and an engine that note what reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pvg.serving.server_side.pvg_vllm import routes
+from pvg.serving.server_side.pvg_vllm.exchange import Message, Receive, Scope, Send
+from pvg.serving.server_side.pvg_vllm.middleware import PvgMiddleware
+
+KEY = "a-key"
+WITH_KEY = {"authorization": f"Bearer {KEY}"}
+
+
+class Engine:
+    """Notes the calls, as the engine client of vLLM would get them. `faults`: what loading then says or raises."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.label = "default"
+        self.faults: list[str | Exception] = []
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                runner_type="generate", dtype="torch.bfloat16", max_model_len=128, logprobs_mode="processed_logprobs"
+            ),
+            lora_config=SimpleNamespace(max_lora_rank=16),
+            scheduler_config=SimpleNamespace(max_num_seqs=64),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            parallel_config=SimpleNamespace(world_size_across_dp=1),
+        )
+
+    async def get_weight_version(self) -> str:
+        return self.label
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode} {clear_cache}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def update_weight_version(self, label: str) -> None:
+        self.calls.append(f"label {label}")
+        self.label = label
+
+    async def collective_rpc(self, method: str, args: tuple[list[str]]) -> list[str]:
+        self.calls.append(f"{method} {[Path(file).name for file in args[0]]}")
+        await asyncio.sleep(0)
+        fault = self.faults.pop(0) if self.faults else ""
+        if isinstance(fault, Exception):
+            raise fault
+        return ["", fault]  # two workers
+
+
+class Models:
+    """vLLM's object for models and adapters."""
+
+    def __init__(self) -> None:
+        self.base_model_paths = [SimpleNamespace(name="prover")]
+        self.lora_requests: dict[str, str] = {}
+        self.fault = ""
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        if self.fault:
+            return SimpleNamespace(error=SimpleNamespace(message=self.fault))
+        self.lora_requests[request.lora_name] = request.lora_path
+        return "loaded"
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
+        return "unloaded"
+
+
+class Server:
+    """The middleware and what is behind it."""
+
+    def __init__(self) -> None:
+        self.engine, self.models = Engine(), Models()
+        self.reached: list[str] = []
+        self.middleware = PvgMiddleware(self._inner)
+        self._state = SimpleNamespace(engine_client=self.engine, openai_serving_models=self.models)
+
+    async def _inner(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.reached.append(scope.get("path", scope["type"]))
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", **extra: Any
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        return asyncio.run(self.asked(method, path, body, **extra))
+
+    async def asked(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] = WITH_KEY, **extra: Any
+    ) -> tuple[int, dict[str, Any], dict[str, str]]:
+        """Status, JSON and headers of the reply; the body arrives in two pieces."""
+        pieces = [body[: len(body) // 2], body[len(body) // 2 :]]
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        raw = [(key.encode(), value.encode()) for key, value in headers.items()]
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": raw,
+            "app": SimpleNamespace(state=self._state),
+        }
+        await self.middleware({**scope, **extra}, receive, send)
+        start, content = sent
+        found = {bytes(key).decode(): bytes(value).decode() for key, value in start["headers"]}
+        return start["status"], json.loads(content["body"]), found
+
+    def post(self, path: str, body: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+        return self.ask("POST", path, json.dumps(body).encode())
+
+    def code(self, path: str, body: Any) -> tuple[int, str]:
+        status, found, _ = self.post(path, body)
+        assert found["error"]["message"]
+        return status, found["error"]["code"]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PVG_CONTROL_KEY", KEY)
+    monkeypatch.setenv("PVG_WEIGHTS_ROOT", str(tmp_path))
+    monkeypatch.delenv("PVG_OPEN_TO_NETWORK", raising=False)
+    for name, file in [("v1", "model.safetensors"), ("v2", "model.safetensors"), ("a1", "adapter_model.safetensors")]:
+        (tmp_path / name).mkdir()
+        save_file({"tensor": torch.zeros(3)}, tmp_path / name / file)
+        size = (tmp_path / name / file).stat().st_size
+        (tmp_path / name / "STABLE").write_text(json.dumps({"version": 1, "files": {file: {"bytes": size}}}))
+    (tmp_path / "a1" / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def server(root: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    def request(name: str, path: str = "") -> SimpleNamespace:
+        return SimpleNamespace(lora_name=name, lora_path=path)
+
+    monkeypatch.setattr(routes, "_vllm_version", lambda: "0.0.1")
+    monkeypatch.setattr(routes, "_adapter_request", request)
+    monkeypatch.setattr(routes, "_adapter_removal", request)
+    return Server()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/pause", "/pvg/info", "/weight_info", "/", "/health/", "/v1/embeddings", "/v1/models/x", "//health", "/docs"],
+)
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer"}, {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"}]
+)
+def test_without_the_key_nothing_but_generation(server: Server, path: str, headers: dict[str, str]) -> None:
+    status, found, stamps = server.ask("GET", path, headers=headers)
+    assert (status, found["error"]["code"]) == (401, "wrong_key")
+    assert not server.reached
+    assert stamps["x-pvg-received-ns"].isdecimal()
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/inference/v1/generate", "/v1/completions", "/classify", "/metrics", "/v1/models"]
+)
+def test_generation_needs_no_key_and_is_not_touched(server: Server, path: str) -> None:
+    status, _, headers = server.ask("POST", path, headers={})
+    assert (status, server.reached, headers) == (200, [path], {})
+
+
+def test_an_open_server_asks_for_the_key_everywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PVG_OPEN_TO_NETWORK", "1")
+    server = Server()
+    assert server.ask("POST", "/inference/v1/generate", headers={})[0] == 401
+    assert server.ask("POST", "/inference/v1/generate")[0] == 200
+    assert server.ask("GET", "/health", headers={})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/collective_rpc",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/adapters",
+        "/adapters/x",
+        "/collective_rpc/",
+    ],
+)
+def test_what_is_closed_is_closed_with_the_key_too(server: Server, path: str) -> None:
+    status, found, _ = server.ask("POST", path)
+    assert (status, found["error"]["code"]) == (403, "closed")
+    assert not server.reached
+
+
+def test_a_proxys_root_path_opens_nothing(server: Server) -> None:
+    assert server.ask("POST", "/proxy/collective_rpc", root_path="/proxy")[0] == 403
+    assert server.ask("POST", "/proxy/pause", headers={}, root_path="/proxy")[0] == 401
+    assert server.ask("POST", "/proxy/health", headers={}, root_path="/proxy")[0] == 200
+
+
+def test_a_websocket_without_the_key_is_closed(server: Server) -> None:
+    sent: list[Message] = []
+
+    async def nothing() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    asyncio.run(server.middleware(scope, nothing, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+    assert not server.reached
+    asyncio.run(server.middleware({**scope, "headers": [(b"authorization", f"Bearer {KEY}".encode())]}, nothing, send))
+    asyncio.run(server.middleware({"type": "lifespan"}, nothing, send))
+    assert server.reached == ["/v1/realtime", "lifespan"]
+
+
+@pytest.mark.parametrize("missing", ["PVG_CONTROL_KEY", "PVG_WEIGHTS_ROOT"])
+def test_no_key_or_no_root_no_server(root: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.delenv(missing)
+    with pytest.raises(RuntimeError, match=missing):
+        Server()
+
+
+def test_vllms_control_routes_pass_with_the_key_and_are_stamped(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, headers = server.ask("POST", "/pause", headers={**WITH_KEY, "x-pvg-trace": "ab"})
+    assert (status, server.reached) == (200, ["/pause"])
+    assert float(headers["x-pvg-work-ms"]) >= 0
+    lines = capsys.readouterr().err
+    assert "event=server.recv trace=ab route=/pause" in lines
+
+
+def test_info(server: Server) -> None:
+    status, found, _ = server.ask("GET", "/pvg/info")
+    assert status == 200
+    assert len(bytes.fromhex(found.pop("boot"))) == 8
+    assert found == {
+        "protocol": 1, "vllm": "0.0.1", "model": "prover", "runner": "generate", "dtype": "bfloat16",
+        "max_model_len": 128, "max_num_seqs": 64, "prefix_caching": True, "logprobs_mode": "processed_logprobs",
+        "max_lora_rank": 16, "label": "default", "paused": False, "world_size": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"text"', b"[" * 100_000, b"{}"])
+def test_a_body_that_is_none_is_a_400(server: Server, body: bytes) -> None:
+    status, found, _ = server.ask("POST", "/pvg/weights", body)
+    assert (status, found["error"]["code"]) == (400, "bad_request")
+    assert not server.engine.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"name": 1, "label": "1-a/1"}, (400, "bad_request")),
+        ({"name": "v1", "label": None}, (400, "bad_request")),
+        ({"name": "v1", "label": "1-a/1", "keep_kv": "yes"}, (400, "bad_request")),
+        ({"name": "v" * 5000, "label": "1-a/1"}, (400, "bad_request")),
+        ({"name": "v1", "label": "default"}, (422, "bad_label")),
+        ({"name": "v1", "label": "broken:1-a/1"}, (422, "bad_label")),
+        ({"name": "../v1", "label": "1-a/1"}, (403, "foreign_path")),
+        ({"name": "missing", "label": "1-a/1"}, (422, "not_stable")),
+        ({"name": "a\ud800", "label": "1-a/1"}, (422, "not_stable")),
+        ({"name": "v" * 4000, "label": "1-a/1"}, (422, "not_stable")),
+    ],
+)
+def test_a_wrong_call_is_refused_and_leaves_the_engine_alone(server: Server, body: Any, expected: Any) -> None:
+    for path in ["/pvg/weights", "/pvg/adapters"]:
+        if path == "/pvg/weights" or "keep_kv" not in body:
+            assert server.code(path, body) == expected
+    assert not server.engine.calls
+
+
+def test_a_body_without_end_is_refused(server: Server) -> None:
+    status, found, _ = server.ask("POST", "/pvg/weights", b" " * (2 << 20))
+    assert (status, found["error"]["code"]) == (413, "too_large")
+
+
+def test_unknown_routes_and_methods(server: Server) -> None:
+    assert server.ask("GET", "/pvg/weights")[0] == 405
+    assert server.ask("GET", "/pvg/nothing")[0] == 404
+    assert server.ask("GET", "/pvg")[0] == 404
+
+
+def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    body = json.dumps({"name": "v1", "label": "1-a/1"}).encode()
+    status, found, headers = server.ask("POST", "/pvg/weights", body, headers={**WITH_KEY, "x-pvg-trace": "7f"})
+    assert (status, found["label"]) == (200, "1-a/1")
+    assert {key for key in found if key.endswith("_ms")} == {"pause_ms", "load_ms", "resume_ms"}
+    assert float(headers["x-pvg-work-ms"]) >= sum(value for key, value in found.items() if key != "label") - 0.01
+    load = "pvg_load_weights ['model.safetensors']"
+    assert server.engine.calls == ["pause keep True", load, "label 1-a/1", "resume"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "trace=7f" in line]
+    assert [line.split("event=")[1].split()[0] for line in lines] == [
+        "server.recv",
+        "rpc.start",
+        "rpc.done",
+        "server.reply",
+    ]
+    assert "version=1 rpc_ms=" in lines[2]
+
+
+def test_the_keys_and_values_of_requests_in_flight_may_be_kept(server: Server) -> None:
+    server.post("/pvg/weights", {"name": "v1", "label": "1-a/1", "keep_kv": True})
+    assert server.engine.calls[0] == "pause keep False"
+
+
+def test_the_same_label_again_is_done_at_once(server: Server) -> None:
+    server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
+    server.engine.calls.clear()
+    status, found, _ = server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
+    assert (status, found["load_ms"], server.engine.calls) == (200, 0.0, [])
+
+
+def test_backwards_and_older_sessions_are_refused(server: Server) -> None:
+    server.post("/pvg/weights", {"name": "v1", "label": "5-a/2"})
+    assert server.code("/pvg/weights", {"name": "v1", "label": "5-a/1"}) == (409, "version_backwards")
+    assert server.code("/pvg/weights", {"name": "v1", "label": "4-b/9"}) == (409, "older_session")
+    assert server.engine.label == "5-a/2"
+
+
+def test_a_load_that_fails_in_one_worker_breaks_the_label_until_one_succeeds(server: Server) -> None:
+    server.engine.faults = ["ValueError: no such tensor"]
+    status, found, _ = server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
+    assert (status, found["error"]["code"]) == (500, "load_failed")
+    assert "no such tensor" in found["error"]["message"]
+    assert server.engine.calls[-2:] == ["label broken:1-a/1", "resume"]
+    assert server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})[0] == 200
+    assert server.engine.label == "1-a/1"
+
+
+def test_an_engine_that_raises_is_resumed_under_a_broken_label(server: Server) -> None:
+    server.engine.faults = [RuntimeError("a worker died")]
+    with pytest.raises(RuntimeError, match="a worker died"):
+        server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
+    assert server.engine.calls[-2:] == ["label broken:1-a/1", "resume"]
+
+
+def test_updates_take_turns(server: Server) -> None:
+    async def both() -> list[int]:
+        bodies = [json.dumps({"name": f"v{number}", "label": f"1-a/{number}"}).encode() for number in (1, 2)]
+        return [
+            reply[0] for reply in await asyncio.gather(*(server.asked("POST", "/pvg/weights", body) for body in bodies))
+        ]
+
+    assert asyncio.run(both()) == [200, 200]
+    assert [call.split()[0] for call in server.engine.calls] == ["pause", "pvg_load_weights", "label", "resume"] * 2
+    assert server.engine.label == "1-a/2"
+
+
+def test_adapters_are_loaded_once_and_unloaded(server: Server) -> None:
+    body = {"name": "a1", "label": "5-a/1"}
+    assert server.post("/pvg/adapters", body)[0] == 200
+    assert list(server.models.lora_requests) == ["5-a/1"]
+    server.models.fault = "loaded twice"
+    assert server.post("/pvg/adapters", body)[1]["load_ms"] == 0.0
+    assert server.code("/pvg/adapters", {"name": "a1", "label": "5-a/2"}) == (500, "load_failed")
+    assert server.code("/pvg/adapters", {"name": "a1", "label": "4-b/2"}) == (409, "older_session")
+    assert server.code("/pvg/adapters", {"name": "v1", "label": "5-a/3"}) == (422, "not_safetensors")
+    for _ in range(2):
+        assert server.post("/pvg/adapters/unload", {"label": "5-a/1"})[:2] == (200, {"label": "5-a/1"})
+    assert not server.models.lora_requests
+    assert not server.engine.calls, "nothing was paused"
+
+
+def test_a_server_without_adapters_says_so(server: Server) -> None:
+    server.engine.vllm_config.lora_config = None
+    assert server.code("/pvg/adapters", {"name": "a1", "label": "5-a/1"}) == (422, "no_adapters")
+    assert server.ask("GET", "/pvg/info")[1]["max_lora_rank"] == 0
