@@ -30,7 +30,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """`version` of the weights that `session` published."""
+    """`version` of the weights that `session` published, from 0."""
 
     session: Session
     version: int
@@ -47,4 +47,9 @@ class Label:
             found = cls(Session(int(began, 16), tail), int(version))
         except ValueError:
             return None
-        return found if separator and dash and str(found) == text else None
+        return found if separator and dash and found.version >= 0 and str(found) == text else None
+
+
+def salt(label: str) -> str:
+    """A salt for prefix caches that is the label's own; vLLM takes no slash in one."""
+    return label.replace(SEPARATOR, ".")

@@ -1,7 +1,8 @@
 """`Checksums`: tensors of a server against the trainer's, bit by bit, where the server still has them as they came.
 
-vLLM names and shapes most tensors in its own way (it fuses projections, and its CPU build packs them), so only those
-that it keeps under their own name can be compared: embeddings and norms. The canary covers the rest.
+vLLM names and shapes most tensors in its own way (it fuses projections, pads vocabularies, and its CPU build packs
+matrices), so only those that it keeps as they were can be compared: norms, and embeddings of even sizes. The canary
+covers the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pvg.telemetry.spans import run_in
 if TYPE_CHECKING:
     from torch import Tensor
 
+VOCABULARY_PADDING = 64  # rows to whose multiples vLLM pads embeddings
 NOTHING = hashlib.sha256(b"").hexdigest()  # of a tensor that the server has in another form
 
 
@@ -37,7 +39,11 @@ class Checksums:
         if info is None or info.world_size != 1:  # of a sharded tensor each worker has a part
             return
         found = {name.rpartition(":")[2]: digest for name, digest in (await control.checksums()).items()}
-        shared = {name: tensors[name] for name in sorted(found.keys() & tensors.keys()) if found[name] != NOTHING}
+        shared = {
+            name: tensors[name]
+            for name in sorted(found.keys() & tensors.keys())
+            if found[name] != NOTHING and not _may_be_padded(tensors[name])
+        }
         expected = await run_in(self._executor, self._digests, shared)
         self.compared = len(shared)
         for name in shared:
@@ -56,3 +62,7 @@ class Checksums:
             host = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
             found[name] = hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         return found
+
+
+def _may_be_padded(tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and tensor.shape[0] % VOCABULARY_PADDING != 0

@@ -43,7 +43,7 @@ from pvg.rollout.vllm.wire import (
     read_prompt_logprobs,
 )
 from pvg.serving.control import ControlClient, Delivery, ServerInfo
-from pvg.serving.labels import Label, Session
+from pvg.serving.labels import Label, Session, salt
 from pvg.serving.pool import HttpPool, Refused, ServerFault, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.weights import SyncTiming, WeightUpdate
@@ -209,7 +209,9 @@ class VllmEngine(Engine):
 
     async def _exchange(self, server: Server, request: GenerationRequest, label: str) -> Generated:
         url, streamed = server.url + GENERATE, request.on_tokens is not None
-        body = generation(request, salt=label, model=self._model(label), seeded=self._section.seeded, stream=streamed)
+        body = generation(
+            request, salt=salt(label), model=self._model(label), seeded=self._section.seeded, stream=streamed
+        )
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline is around all attempts
             return read_generated(reply.json(), url)
@@ -352,7 +354,7 @@ class VllmEngine(Engine):
     async def _scored(self, server: Server, ids: Int32, newest: Publication) -> Float32:
         """One sequence, with retries: the server has just been seen to live."""
         url, label = server.url + GENERATE, str(newest.label)
-        body = prompt_scoring(ids, salt=label, model=self._model(label))
+        body = prompt_scoring(ids, salt=salt(label), model=self._model(label))
         for attempt in range(1, self._section.retries + 2):
             try:
                 reply = await self._pool.request("POST", url, body, timeout_s=self._section.unavailable_s)
