@@ -11,27 +11,60 @@ import secrets
 from pathlib import Path
 
 from pvg.errors import ConfigurationError
-from pvg.store.atomic import make_directory
+from pvg.store.atomic import disk_full_explained, make_directory, sync_directory, temporary_beside
 
 KEY_VARIABLE = "PVG_CONTROL_KEY"
 KEY_FILE = "control.key"
 
 
 def control_key(root: Path) -> str:
-    """The key. Raises ConfigurationError for one that no HTTP header can carry, or a file that others may read."""
+    """The key. Raises ConfigurationError for one that no HTTP header can carry, and for a file that others may read or
+    that cannot be read or made; MissingRequirementError when the disk is full."""
     if key := os.environ.get(KEY_VARIABLE, ""):
         return _checked(key, f"The environment variable {KEY_VARIABLE}")
-    make_directory(root)
     path = root / KEY_FILE
+    if not path.exists():
+        _make(path)
+    return _checked(_read(path), str(path))
+
+
+def _make(path: Path) -> None:
+    """Make the key, unless somebody else does at the same time. The file appears with all its content: a key that is
+    half written would be another key."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        make_directory(path.parent)
+        temporary = temporary_beside(path)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with disk_full_explained(path), open(descriptor, "w", encoding="ascii") as file:
+                file.write(secrets.token_urlsafe(32))
+                file.flush()
+                os.fsync(descriptor)
+            os.link(temporary, path)  # unlike a rename, it does not replace the key of whoever was faster
+        finally:
+            temporary.unlink()
+        sync_directory(path.parent)
     except FileExistsError:
-        if path.stat().st_mode & 0o077:
-            raise ConfigurationError(f"{path} may be read by others.", f"chmod 600 {path}") from None
-        return _checked(path.read_text(encoding="utf-8").strip(), str(path))
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(key := secrets.token_urlsafe(32))
-    return key
+        return
+    except OSError as error:
+        raise ConfigurationError(
+            f"The control key cannot be written to {path}: {error.strerror}.",
+            f"Set {KEY_VARIABLE} for the trainer and its servers, or weights.root to a folder of yours.",
+        ) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            mode, content = os.fstat(file.fileno()).st_mode, file.read(1 << 12)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The control key {path} cannot be read: {error.strerror}.",
+            f"Run trainer and servers as the same user, or set {KEY_VARIABLE} for both.",
+        ) from None
+    if mode & 0o077:
+        raise ConfigurationError(f"{path} may be read by others.", f"chmod 600 {path}")
+    return content.decode(errors="replace").strip()
 
 
 def _checked(key: str, where: str) -> str:
