@@ -131,9 +131,11 @@ class VersionFolders:
         """Of every other session of the run that is dead: the folders it was writing or removing, and its lock."""
         left: dict[str, list[Path]] = {}
         for entry in sorted(self.folder.iterdir()):
+            if entry.is_symlink():
+                continue
             if entry.name.startswith(LOCK_PREFIX):
                 left.setdefault(entry.name.removeprefix(LOCK_PREFIX), [])
-            elif (found := _TEMPORARY.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink():
+            elif (found := _TEMPORARY.fullmatch(entry.name)) and entry.is_dir():
                 left.setdefault(found["tail"], []).append(entry)
         left.pop(self.session.tail, None)
         for tail, entries in left.items():
@@ -162,7 +164,11 @@ def _take_lock(path: Path) -> int:
 
 @contextmanager
 def _if_dead(lock: Path) -> Iterator[bool]:
-    """Whether no process holds `lock`; nobody can take it meanwhile. A session has its lock before its first folder."""
+    """Whether no process holds `lock`; nobody can take it meanwhile. A session has its lock before its first folder.
+    A link is nobody's lock and proves nothing."""
+    if lock.is_symlink():
+        yield False
+        return
     try:
         descriptor = _open_lock(lock, 0)
     except FileNotFoundError:
