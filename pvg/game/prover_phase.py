@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.errors import StateError
 from pvg.game.on_policy import OnPolicySource
+from pvg.game.players import Players
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
+from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
 from pvg.game.verifier_phase import verifier_weights_name
 from pvg.models.adapters import AdaptedModel, attach_adapters
@@ -45,7 +47,7 @@ async def train_prover(session: Session) -> None:
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = open_round_verifier(session, session.state.round)
-        learner = await session.players.compute(lambda: open_learner(session))
+        learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
         with span("open_models"):
             phase = ProverPhase(session, info, verifier, threshold, learner)
@@ -61,14 +63,14 @@ async def train_prover(session: Session) -> None:
         verifier.close()
 
 
-def open_learner(session: Session) -> LanguageModel:
-    """The prover as every round's training starts from it, with adapters where these are what is trained. The caller
-    closes it. Raises what `attach_adapters` raises."""
-    base, training = session.players.base, session.experiment.training
+def open_learner(players: Players, round_: int) -> LanguageModel:
+    """The prover as the training of every round starts from it, with adapters where these are what is trained. The
+    caller closes it. Raises what `attach_adapters` raises."""
+    experiment, training = players.experiment, players.experiment.training
     if not training.lora_rank:
-        return base.copy()
-    seed = seed_for(session.seed, session.state.round, "adapters")
-    return attach_adapters(base, training.lora_rank, training.lora_alpha, seed)
+        return players.base.copy()
+    seed = seed_for(experiment.seed, round_, "adapters")
+    return attach_adapters(players.base, training.lora_rank, training.lora_alpha, seed)
 
 
 async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], Adapter | None]:
@@ -170,7 +172,8 @@ class ProverPhase:
             self.version += 1
             with span("sync"):
                 await self._publish()
-        metrics = self.last_metrics = {**self.source.metrics, **report.metrics}
+        synced = sync_metrics(session.players.last_sync) if whole_batch else {}
+        metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced}
         session.alert(self.alerts.check(metrics), self.done)
         self.stopped = self.stop_rule.observe(metrics) and whole_batch
         session.report_step(self.info, self.done, metrics)

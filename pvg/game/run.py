@@ -30,6 +30,7 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner, train_prover
 from pvg.game.roles import prompt_renderer
 from pvg.game.round_evaluation import checkpoint
+from pvg.game.server_notices import ServerNotices
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import train_verifier
@@ -114,7 +115,7 @@ async def open_session(
         stack.callback(ledger.close)
         for notice in ledger.notices:
             observer.noticed(notice)
-        players = Players(experiment, task, ledger.log, run=run.name)
+        players = Players(experiment, task, ServerNotices(ledger.log, observer.noticed), run=run.name)
         stack.push_async_callback(players.close)
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock())
@@ -195,7 +196,7 @@ def check_players_can_train(session: Session) -> None:
     finally:
         verifier.close()
     if experiment.training.lora_rank or experiment.training.gradient_checkpointing:
-        with open_learner(session) as learner:
+        with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:
                 checkpoint_layers(learner.module)
 

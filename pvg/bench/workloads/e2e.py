@@ -30,7 +30,7 @@ from pvg.errors import ConfigurationError
 from pvg.experiment import Count, Experiment, Section
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
-from pvg.game.prover_phase import ProverPhase
+from pvg.game.prover_phase import ProverPhase, open_learner
 from pvg.game.roles import prompt_renderer
 from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
@@ -133,7 +133,7 @@ class EndToEnd:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             self._session = _open_session(self._experiment, folder, stack, self._executor)
             players = self._session.players
-            self._learner: LanguageModel = stack.enter_context(players.base.copy())
+            self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             self._stack = stack.pop_all()
