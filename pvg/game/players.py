@@ -29,7 +29,7 @@ from pvg.verifier.cache import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
-from pvg.weights import Adapter
+from pvg.weights import Adapter, SyncTiming
 from pvg.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Players:
             Setting(experiment, self.base, self.executor, events or Unheard(), run, self._canary_prompts)
         )
         self.publisher = Publisher([self.engine], events=events)
+        self.last_sync: SyncTiming | None = None  # of the newest update
         self.verifier_serving: VerifierServing | None = None
         if experiment.verifier.engine == "vllm":
             self.verifier_serving = VerifierServing(experiment, self.executor, events or Unheard(), run)
@@ -104,7 +105,7 @@ class Players:
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
         """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
-        await self.publisher.publish(tensors, version, adapter)
+        (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
     def open_verifier(self) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it."""

@@ -14,6 +14,7 @@ from pvg.verifier.measures import auc
 if TYPE_CHECKING:
     from pvg.rollout.engine import EngineStats
     from pvg.verifier.scorer import ScorerStats
+    from pvg.weights import SyncTiming
 
 Bools = NDArray[np.bool_]
 
@@ -120,6 +121,15 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, fl
     """How many versions behind `version` the rollouts are, by their oldest token."""
     behind_N = version - np.array([r.version for r in rollouts])
     return {"staleness": float(behind_N.mean()), "staleness_max": float(behind_N.max())}
+
+
+def sync_metrics(timing: SyncTiming | None) -> dict[str, float]:
+    """What the newest weight update took, and how far the servers' log-probs are from the trainer's where they were
+    compared."""
+    if timing is None:
+        return {}
+    gap = {} if timing.canary_gap is None else {"canary_gap": timing.canary_gap}
+    return {"weights_wall_s": timing.wall_ms / 1e3, "weights_queue_s": timing.queue_ms / 1e3, **gap}
 
 
 def cache_metrics(before: ScorerStats, after: ScorerStats, asked: int) -> dict[str, float]:

@@ -194,6 +194,11 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "prefix_share", "share", HIGHER, "Prompt tokens whose computation was shared with another row."),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
+        *_in(
+            PROVER, "weights_wall_s", "s", LOWER, "The weight update after the step: the slowest engine's answer to it."
+        ),
+        *_in(PROVER, "weights_queue_s", "s", LOWER, "The part of it in which the engine did not work on it."),
+        *_in(PROVER, "canary_gap", "nats", LOWER, "Largest gap between a server's log-probs and the trainer's."),
         *_in(PROVER, "cache_hit_rate", "share", HIGHER, "Scores of the batch that needed no computation."),
         *_in(PROVER, "cache_hits", "count", HIGHER, "Scores found in the cache since the phase began."),
         *_in(PROVER, "cache_misses", "count", LOWER, "Scores not found in the cache since the phase began."),
