@@ -23,6 +23,7 @@ from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
 from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
+from pvg.serving.labels import salt
 from pvg.serving.pool import Malformed
 from pvg.verifier.backend import ScoreInput
 
@@ -91,7 +92,7 @@ class ServedScalar:
             "input": [entry.ids for entry in inputs],
             "use_activation": False,
             "add_special_tokens": False,
-            "cache_salt": _salt(label),
+            "cache_salt": salt(label),
         }
 
     def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
@@ -134,7 +135,7 @@ class ServedImplicit:
 
     def body(self, inputs: Sequence[ScoreInput], label: str) -> dict[str, Any]:
         (entry,) = inputs
-        return prompt_scoring(entry.ids, salt=_salt(label), model=None)
+        return prompt_scoring(entry.ids, salt=salt(label), model=None)
 
     def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
         (entry,) = inputs
@@ -178,11 +179,6 @@ def served_head(section: Verifier) -> ServedScalar | ServedImplicit:
 
 def _backbone(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(BACKBONE): tensor for name, tensor in state.items() if name.startswith(BACKBONE)}
-
-
-def _salt(label: str) -> str:
-    """What keeps the activations of one version from serving another. vLLM takes no slash in it."""
-    return label.replace("/", ".")
 
 
 def _solution_logprobs(module: nn.Module, device: torch.device, entry: ScoreInput) -> Float32:

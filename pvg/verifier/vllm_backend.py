@@ -152,7 +152,7 @@ class VerifierServing:
 
     def _version_of(self, model: VerifierModel) -> _Version:
         """In the executor, where nobody trains meanwhile."""
-        return _Version(model.version(), float(model.get_parameter("bias")), self.head.tensors(model))
+        return _Version(model.version(), model.get_parameter("bias").item(), self.head.tensors(model))
 
     async def _open(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> None:
         if self._transport is not None:
@@ -179,39 +179,51 @@ class VerifierServing:
 
     async def _publish(self, model: VerifierModel, version: _Version) -> None:
         """To all servers that live; those that are away get it when they are back."""
-        assert self._transport is not None
-        fleet = self.verifiers.fleet
         self._held = None
         self._version += 1
-        trace, started = uuid.uuid4().hex[:16], time.perf_counter()
+        label, trace = Label(self._session, self._version), uuid.uuid4().hex[:16]
+        fleet, started = self.verifiers.fleet, time.perf_counter()
         place = {"trace": trace, "version": self._version, "engines": len(fleet.servers), "of": "verifier"}
-        async with fleet.updating:
-            self._events.event("weights", event="client.send", **place)
-            label = Label(self._session, self._version)
-            await self._transport.stage(WeightUpdate(self._version, version.tensors, trace), label)
-            expected = await run_in(self.executor, self.head.expected, model, self._canary)
-            _check_finite(expected, self._version)
-            self._published = _Published(label, trace, expected)
-            servers = fleet.alive
-            outcomes = await self._transport.send([server.control for server in servers], label, trace)
-            deliveries = [outcome for outcome in outcomes if isinstance(outcome, Delivery)]
-            wall_ms = (time.perf_counter() - started) * 1e3
-            rpc_ms = max((delivery.rpc_ms for delivery in deliveries), default=0.0)
-            times = {"wall_ms": wall_ms, "rpc_ms": rpc_ms, "queue_ms": wall_ms - rpc_ms}
+        deliveries: list[Delivery] = []
+        self._events.event("weights", event="client.send", **place)
+        try:
+            async with fleet.updating:
+                gap = await self._deliver(model, version, label, trace, deliveries)
+        finally:
+            all_ms = (time.perf_counter() - started) * 1e3
+            slowest = max(deliveries, key=lambda delivery: delivery.wall_ms, default=None)
+            wall_ms, rpc_ms = (slowest.wall_ms, slowest.rpc_ms) if slowest else (all_ms, 0.0)
+            times = {"wall_ms": wall_ms, "rpc_ms": rpc_ms, "queue_ms": wall_ms - rpc_ms, "all_ms": all_ms}
             failed = len(fleet.servers) - len(deliveries)
             self._events.event("weights", event="client.done", **place, failed=failed, **times)
-            arrived = []
-            for server, outcome in zip(servers, outcomes, strict=True):
-                if isinstance(outcome, Delivery):
-                    arrived.append(server)
-                else:
-                    fleet.lose(server, outcome)
-            if not arrived:
-                raise _nobody_took(label, outcomes)
-            gap = await self._proven(self.verifiers, arrived, self._prove)
-        await self._transport.retire(self.verifiers.controls, [label])
-        parts = {"stage_ms": wall_ms - max(delivery.wall_ms for delivery in deliveries)}
+        await self._present().retire(self.verifiers.controls, [label])
+        parts = dict(slowest.parts) if slowest else {}
         self.last_sync = SyncTiming(self._version, wall_ms, rpc_ms, parts, gap if self._canary else None)
+
+    async def _deliver(
+        self, model: VerifierModel, version: _Version, label: Label, trace: str, deliveries: list[Delivery]
+    ) -> float:
+        """Stage, send and prove; what arrived is added to `deliveries`. Returns the largest gap."""
+        transport, fleet = self._present(), self.verifiers.fleet
+        await transport.stage(WeightUpdate(label.version, version.tensors, trace), label)
+        expected = await run_in(self.executor, self.head.expected, model, self._canary)
+        _check_finite(expected, label.version)
+        self._published = _Published(label, trace, expected)
+        servers, arrived = fleet.alive, []
+        outcomes = await transport.send([server.control for server in servers], label, trace)
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, Delivery):
+                arrived.append(server)
+                deliveries.append(outcome)
+            else:
+                fleet.lose(server, outcome)
+        if not arrived:
+            raise _nobody_took(label, outcomes)
+        return await self._proven(self.verifiers, arrived, self._prove)
+
+    def _present(self) -> Transport:
+        assert self._transport is not None
+        return self._transport
 
     async def _catch_up(self, server: Server) -> None:
         """A verifier server is back: send it the newest version. Called by the fleet, which holds `updating`."""
