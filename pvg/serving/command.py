@@ -32,6 +32,7 @@ CPU_MEMORY_SHARE = 0.05
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
 LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those that requests in flight began with
 KEPT_ADAPTERS = 4  # in memory
+TRANSFER_BACKENDS = {"nccl": "nccl", "ipc": "pvg_ipc"}  # vLLM's own ipc takes pickles: pvg_vllm.ipc_engine is ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,8 @@ def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
         arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
         arguments += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
     if purpose == "prover" and transport in ("nccl", "ipc"):
-        arguments += ["--weight-transfer-config", orjson.dumps({"backend": transport}).decode()]
+        backend = TRANSFER_BACKENDS[transport]
+        arguments += ["--weight-transfer-config", orjson.dumps({"backend": backend}).decode()]
     return arguments
 
 

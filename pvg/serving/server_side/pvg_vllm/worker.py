@@ -20,6 +20,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from .ipc_engine import register
+
+register()  # vLLM imports this module before it makes the worker's transfer engine
+
 # What a checkpoint that does not fit its model makes vLLM's loaders raise: their shape checks are assertions.
 UNFIT = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 
