@@ -86,6 +86,10 @@ class ScoreServers:
         except ServerUnavailableError as error:
             raise ServerUnavailableError(error.message, self._remedy()) from None
 
+    async def until_one_is_up(self) -> None:
+        """Raises ServerUnavailableError when that takes longer than `serving.unavailable_s`."""
+        await self._acquire(avoid=None)
+
     async def ask(self, inputs: Sequence[ScoreInput]) -> Answers:
         """What the model says of `inputs`. Raises ServerUnavailableError when no server is up for
         `serving.unavailable_s`, or fails a request again and again; ConfigurationError for one that servers refuse."""

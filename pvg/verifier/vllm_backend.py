@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.errors import ServerUnavailableError, TrainingDivergedError, WeightsNotArrivedError
+from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.experiment import Experiment
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32
@@ -189,6 +189,8 @@ class VerifierServing:
         try:
             async with fleet.updating:
                 gap = await self._deliver(model, version, label, trace, deliveries)
+            if gap is None:
+                await self.verifiers.until_one_is_up()  # the fleet catches it up
         finally:
             all_ms = (time.perf_counter() - started) * 1e3
             slowest = max(deliveries, key=lambda delivery: delivery.wall_ms, default=None)
@@ -202,8 +204,9 @@ class VerifierServing:
 
     async def _deliver(
         self, model: VerifierModel, version: _Version, label: Label, trace: str, deliveries: list[Delivery]
-    ) -> float:
-        """Stage, send and prove; what arrived is added to `deliveries`. Returns the largest gap."""
+    ) -> float | None:
+        """Stage, send and prove; what arrived is added to `deliveries`. Returns the largest gap, None where no server
+        is there. Raises WeightsNotArrivedError when those that are there refuse."""
         transport, fleet = self._present(), self.verifiers.fleet
         await transport.stage(WeightUpdate(label.version, version.tensors, trace), label)
         expected = await run_in(self.executor, self.head.expected, model, self._canary)
@@ -217,9 +220,14 @@ class VerifierServing:
                 deliveries.append(outcome)
             else:
                 fleet.lose(server, outcome)
-        if not arrived:
-            raise _nobody_took(label, outcomes)
-        return await self._proven(self.verifiers, arrived, self._prove)
+        if arrived:
+            return await self._proven(self.verifiers, arrived, self._prove)
+        if any(isinstance(outcome, Refused) for outcome in outcomes):
+            raise WeightsNotArrivedError(
+                f"No server took version {label.version} of the verifier: {'; '.join(map(str, outcomes))}.",
+                "Look at the server's log, then continue with --resume.",
+            )
+        return None
 
     def _present(self) -> Transport:
         assert self._transport is not None
@@ -418,11 +426,3 @@ def _check_finite(expected: Sequence[Float32], version: int) -> None:
             f"Version {version} of the verifier gives scores that are no numbers.",
             "Its weights have diverged: lower verifier.learning_rate. What was committed before is intact.",
         )
-
-
-def _nobody_took(label: Label, outcomes: Sequence[Delivery | BaseException]) -> Exception:
-    what = f"No server took version {label.version} of the verifier"
-    told = "; ".join(map(str, outcomes)) or "none is there"
-    if any(isinstance(outcome, Refused) for outcome in outcomes):
-        return WeightsNotArrivedError(f"{what}: {told}.", "Look at the server's log, then continue with --resume.")
-    return ServerUnavailableError(f"{what}: {told}.", "Start the servers again, then continue with --resume.")

@@ -1,0 +1,542 @@
+"""Scores from servers: real HTTP, real weights, the faults of real servers (real vLLM: tests/integration)."""
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from score_servers_of_tests import KEY, Bench, servers
+from tiny_verifiers import random_texts, rollout
+
+from pvg import experiment
+from pvg.errors import ConfigurationError, ServerUnavailableError, TrainingDivergedError, WeightsNotArrivedError
+from pvg.experiment_checks import oddities
+from pvg.serving.limits import ConnectionLimits
+from pvg.verifier import score_servers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+from fault_proxy import Fault, FaultProxy
+
+HEADS = ["scalar", "implicit"]
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch):
+    monkeypatch.setenv("PVG_CONTROL_KEY", KEY)
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as found:
+        yield found
+
+
+def some(count, seed=1):
+    return [rollout(text) for text in random_texts(count, seed)]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_scores_are_torchs_and_servers_share_the_work(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, 2) as fakes,
+            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(64)
+            scores = await bench.assert_right(scorer, rollouts)
+            assert scores.std() > 1e-2
+            proofs = [line["gap"] for line in bench.heard.weights("canary")]
+            assert len(proofs) == 2
+            assert max(proofs) < 1e-3
+            assert bench.serving.last_sync.canary_gap == max(proofs)
+            for fake in fakes:
+                assert sum(fake.asked.values()) > 64 / bench.serving.head.inputs_per_request / 4
+                assert fake.stale_hits == 0
+            stats = scorer.stats
+            assert (stats.hits, stats.misses) == (0, 64)
+            assert stats.forward_passes == 64 / bench.serving.head.inputs_per_request
+            assert stats.queue_s > 0.0
+            assert stats.service_s > 0.0
+            await scorer.score(rollouts)
+            assert scorer.stats.hits == 64
+            assert scorer.stats.forward_passes == stats.forward_passes
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_new_version_is_published_and_the_same_weights_are_not(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(12)
+            first = await bench.assert_right(scorer, rollouts)
+            bench.train(2)
+            scorer.set_version(bench.model.version())
+            second = await bench.assert_right(scorer, rollouts)
+            assert np.abs(first - second).max() > 1e-2
+            await bench.assert_right(bench.scorer(), rollouts)  # another scorer, as the next phase opens one
+            sent, done = bench.heard.weights("client.send"), bench.heard.weights("client.done")
+            assert [line["version"] for line in sent] == [1, 2]
+            assert [line["trace"] for line in sent] == [line["trace"] for line in done]
+            assert [line["failed"] for line in done] == [0, 0]
+            assert fake.label.endswith("/2")
+            assert fake.calls["/pvg/weights"] == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_two_verifiers_on_the_same_servers_do_not_see_each_others_weights(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+            Bench(tmp_path, head, executor, [fake.url]) as other,
+        ):
+            other.train(5)
+            other.serving = bench.serving
+            rollouts = some(20)
+            one, two = bench.scorer(), other.scorer()
+            await asyncio.gather(*(b.assert_right(s, rollouts) for b, s in ((bench, one), (other, two))))
+            await bench.assert_right(bench.scorer(), rollouts)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_server_that_was_started_again_gets_the_weights_again(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(20)
+            await bench.assert_right(scorer, rollouts[:10])
+            await fake.restart()
+            await bench.assert_right(scorer, rollouts[10:])
+            assert [line["version"] for line in bench.heard.weights("client.send")] == [1]
+            assert len(bench.heard.weights("canary")) == 2
+            assert fake.label.endswith("/1")
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_a_server_said_with_other_weights_is_asked_again(head, tmp_path, executor):
+    """It loses its weights in mid-batch, and no connection breaks: only its boot and its label tell."""
+
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url], probe_every_s=60.0) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(64)
+            await bench.assert_right(scorer, rollouts[:4])
+            begun = sum(fake.asked.values())
+            fake.before_reply = lambda number: fake.forget() if number == begun + 3 else None
+            await bench.assert_right(scorer, rollouts[4:])
+            assert len(bench.heard.weights("canary")) == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_one_of_two_servers_dies_and_the_other_goes_on(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, 2, token_ms=20) as fakes,
+            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
+        ):
+            doomed, killing = fakes[0], []
+
+            def kill(number):
+                if number == 5:
+                    killing.append(asyncio.ensure_future(doomed.kill()))
+
+            doomed.before_reply = kill
+            await bench.assert_right(bench.scorer(), some(100))
+            assert killing
+            assert any(tag == "score" and fields["server"] == doomed.url for tag, fields in bench.heard.found)
+
+    asyncio.run(play())
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", 2, token_ms=5) as fakes,
+            Bench(tmp_path, "implicit", executor, [f.url for f in fakes], probe_timeout_s=0.3) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            fakes[1].freeze()
+            await bench.assert_right(scorer, some(40, seed=2))
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("kind", ["error", "malformed", "reset", "cut", "garbage", "truncated", "short_json"])
+def test_broken_replies_are_asked_for_again(kind, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            FaultProxy(fake.url) as proxy,
+            Bench(tmp_path, "implicit", executor, [proxy.url]) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            proxy.reset_all()
+            proxy.plan(*[Fault(kind, after=40)] * 6)
+            await bench.assert_right(scorer, some(30, seed=2))
+
+    asyncio.run(play())
+
+
+def test_a_server_that_is_away_when_a_version_is_published_is_waited_for(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(6)
+            await bench.assert_right(scorer, rollouts)
+            await fake.kill()
+            bench.train(2)
+            scorer.set_version(bench.model.version())
+            call = asyncio.create_task(scorer.score(rollouts))
+            while len(bench.heard.weights("client.send")) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.3)
+            fake.forget()
+            await fake.start()
+            np.testing.assert_allclose(await call, await bench.torch_scores(rollouts), atol=1e-3)
+            assert bench.heard.weights("client.done")[1]["failed"] == 1
+
+    asyncio.run(play())
+
+
+def test_without_any_server_the_error_names_them(tmp_path, executor):
+    async def play():
+        async with servers(tmp_path, "implicit", 2) as fakes:
+            urls = [fake.url for fake in fakes]
+        async with Bench(tmp_path, "implicit", executor, urls) as bench:
+            with pytest.raises(ServerUnavailableError) as caught:
+                await bench.scorer().score(some(2))
+            for url in urls:
+                assert url in caught.value.message
+            assert "--for verifier" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_servers_that_all_die_later_are_named_too(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar", 2) as fakes,
+            Bench(tmp_path, "scalar", executor, [f.url for f in fakes], unavailable_s=0.3) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            for fake in fakes:
+                await fake.kill()
+            with pytest.raises(ServerUnavailableError) as caught:
+                await scorer.score(some(4, seed=2))
+            assert all(fake.url in caught.value.message for fake in fakes)
+            assert "serving.verifier_servers" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_a_server_that_fails_every_request_is_named(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url], retries=2) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+
+            async def fail(request):
+                raise ValueError("no scores today")
+
+            fake._classify = fail
+            with pytest.raises(ServerUnavailableError, match="3 attempts") as caught:
+                await scorer.score(some(1, seed=2))
+            assert fake.url in caught.value.message
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_weights_that_did_not_arrive_stop_the_run(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, 2) as fakes,
+            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
+        ):
+            fakes[1].lies = True
+            with pytest.raises(WeightsNotArrivedError) as caught:
+                await bench.scorer().score(some(4))
+            assert fakes[1].url in caught.value.message
+            assert "version 1" in caught.value.message
+
+    asyncio.run(play())
+
+
+def test_a_server_that_has_another_label_after_the_update_stops_the_run(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            fake.claims = "default"
+            with pytest.raises(WeightsNotArrivedError, match="default") as caught:
+                await bench.scorer().score(some(4))
+            assert fake.url in caught.value.message
+
+    asyncio.run(play())
+
+
+def test_a_load_that_fails_halfway_is_told_and_can_be_repeated(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            fake.fail_loads = 1
+            scorer = bench.scorer()
+            with pytest.raises(WeightsNotArrivedError, match="version 1"):
+                await scorer.score(some(4))
+            (done,) = bench.heard.weights("client.done")
+            assert done["failed"] == 1
+            await bench.assert_right(scorer, some(4))
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("head", "runner"), [("scalar", "generate"), ("implicit", "pooling")])
+def test_a_server_of_the_wrong_kind_is_refused(head, runner, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, runner=runner) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            with pytest.raises(ConfigurationError, match=fake.url) as caught:
+                await bench.scorer().score(some(1))
+            assert "--for verifier" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_a_context_too_short_names_rollout_and_server(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", max_model_len=20) as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            # 6 tokens of the question and one that ends it: with 13 more it just fits where nothing must be sampled.
+            await bench.assert_right(bench.scorer(), [rollout("1" * 12)])
+            with pytest.raises(ConfigurationError) as caught:
+                await bench.scorer().score([rollout("1" * 13)])
+            assert rollout("1" * 13).id in caught.value.message
+            assert fake.url in caught.value.message
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_score_under_way_when_the_version_changes_is_the_new_ones(head, tmp_path, executor):
+    """Invariant 2, also for a version that comes back."""
+
+    async def play():
+        async with (
+            servers(tmp_path, head, token_ms=100) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(version="a"), some(6)
+            await scorer.score(rollouts[:1])  # published
+            begun = sum(fake.asked.values())
+            straddling = asyncio.create_task(scorer.score(rollouts[1:]))
+            while sum(fake.asked.values()) == begun:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            for version, seed in (("b", 2), ("a", 3)):
+                bench.train(seed)
+                scorer.set_version(version)
+            np.testing.assert_allclose(await straddling, await bench.torch_scores(rollouts[1:]), atol=1e-3)
+            await bench.assert_right(scorer, rollouts)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_weights_that_change_while_they_are_published_are_published_again(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts, loading = bench.scorer(), some(6), asyncio.Event()
+
+            async def before_load():
+                loading.set()
+                await asyncio.sleep(0.1)
+
+            fake.before_load = before_load
+            straddling = asyncio.create_task(scorer.score(rollouts))
+            await loading.wait()
+            bench.train(2)
+            scorer.set_version(bench.model.version())
+            np.testing.assert_allclose(await straddling, await bench.torch_scores(rollouts), atol=1e-3)
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_call_leaves_the_servers_to_others(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", token_ms=20) as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            scorer = bench.scorer()
+            call = asyncio.create_task(scorer.score(some(4)))
+            while fake.running == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await bench.assert_right(scorer, some(8))
+
+    asyncio.run(play())
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+def test_references_come_from_their_servers_once(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            servers(tmp_path, "implicit") as (reference,),
+            Bench(tmp_path, "implicit", executor, [fake.url], references=[reference.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(20)
+            await bench.assert_right(scorer, rollouts)
+            (proof,) = bench.heard.weights("canary", of="reference")
+            assert proof["gap"] < 1e-3
+            asked = sum(reference.asked.values())
+            bench.train(2)
+            scorer.set_version(bench.model.version())
+            await bench.assert_right(scorer, rollouts)
+            assert sum(reference.asked.values()) == asked
+            assert reference.label == "default"
+            await reference.restart()
+            await bench.assert_right(scorer, some(20, seed=2))
+
+    asyncio.run(play())
+
+
+def test_a_reference_server_with_other_weights_is_refused(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            servers(tmp_path, "implicit") as (reference,),
+            Bench(tmp_path, "implicit", executor, [fake.url], references=[reference.url]) as bench,
+        ):
+            reference.told._module.load_state_dict(
+                {name.removeprefix("backbone."): t for name, t in bench.model.trainable_state().items()}, strict=False
+            )
+            with pytest.raises(WeightsNotArrivedError, match="untrained start") as caught:
+                await bench.scorer().score(some(4))
+            assert reference.url in caught.value.message
+
+    asyncio.run(play())
+
+
+# --- what is no score -------------------------------------------------------------------------------------------------
+
+
+def test_a_token_without_probability_is_no_score(tmp_path, executor):
+    """vLLM writes -9999 for the log of nothing."""
+
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            fake.scorer = lambda weights, ids: [-1.0] * (len(ids) - 2) + [-9999.0]
+            with pytest.raises(TrainingDivergedError, match="mint/"):
+                await scorer.score(some(1, seed=2))
+
+    asyncio.run(play())
+
+
+def test_a_verifier_that_diverged_is_not_published(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            with torch.no_grad():
+                bench.model.weight_D[0] = float("nan")
+            with pytest.raises(TrainingDivergedError):
+                await bench.scorer().score(some(4))
+            assert fake.label == "default"
+
+    asyncio.run(play())
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", ["dedicated", "shared"])
+def test_connections_cover_the_concurrency(client, tmp_path, executor, monkeypatch):
+    monkeypatch.setattr(score_servers, "CONCURRENCY", 256)
+
+    async def play():
+        async with Bench(
+            tmp_path, "implicit", executor, ["http://a", "http://b"], weights={"client": client}.items()
+        ) as bench:
+            pool, control = bench.serving._pools
+            assert (pool is control) == (client == "shared")
+            assert pool.limits.capacity >= 256
+            assert pool.limits == ConnectionLimits.derive(256, hosts=2)
+
+    asyncio.run(play())
+
+
+def wanted(head="implicit", engine="vllm", servers=("http://v",), references=()):
+    return experiment.Experiment.model_validate(
+        {
+            "verifier": {"head": head, "engine": engine},
+            "serving": {"verifier_servers": list(servers), "reference_servers": list(references)},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"servers": ()}, "serving.verifier_servers"),
+        ({"head": "yes_token"}, "yes_token"),
+        ({"references": ("http://v",)}, "http://v"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        wanted(**options)
+
+
+def test_servers_that_nobody_asks_are_told():
+    assert not [line for line in oddities(wanted(references=("http://r",))) if "servers" in line]
+    told = " ".join(oddities(wanted(engine="torch", references=("http://r",))))
+    assert "serving.verifier_servers" in told
+    assert "serving.reference_servers" in told
+    assert "serving.reference_servers" in " ".join(oddities(wanted(head="scalar", references=("http://r",))))
