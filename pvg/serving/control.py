@@ -139,8 +139,8 @@ class ControlClient:
             label=label,
             wall_ms=wall_ms,
             rpc_ms=float(_header(reply, WORK_HEADER)),
-            received_ns=int(_header(reply, RECEIVED_HEADER)),
-            parts={key: float(value) for key, value in found.items() if key.endswith("_ms")},
+            received_ns=int(_header(reply, RECEIVED_HEADER, whole=True)),
+            parts={key: _milliseconds(reply, key, value) for key, value in found.items() if key.endswith("_ms")},
         )
 
     async def _call(
@@ -159,9 +159,15 @@ class ControlClient:
             raise
 
 
-def _header(reply: Reply, name: str) -> str:
-    """A header that holds a number."""
+def _header(reply: Reply, name: str, *, whole: bool = False) -> str:
+    """A header that holds a number, a `whole` one or any."""
     text = reply.headers.get(name, "")
-    if not text.replace(".", "", 1).isdecimal():
+    if not (text.isdecimal() if whole else text.replace(".", "", 1).isdecimal()):
         raise Malformed(reply.url, f"the header {name} is missing or no number")
     return text
+
+
+def _milliseconds(reply: Reply, key: str, value: Any) -> float:
+    if not isinstance(value, (int, float)):
+        raise Malformed(reply.url, f"{key} is no number")
+    return float(value)

@@ -19,9 +19,11 @@ from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http import HttpProcessingError
 
 from pvg.serving.limits import ConnectionLimits
 
+LONGEST_EVENT = 64 << 20  # bytes of one event of a stream
 KEEP_ALIVE_S = 4.0  # less than vLLM's 5 s: a connection must not be reused at the moment when the server closes it
 
 
@@ -55,7 +57,8 @@ class Malformed(ServerFault):
 
 
 class Refused(ServerFault):
-    """A status of 400 or above. `code` names the reason where the server gives one."""
+    """A status of 300 or above: vLLM redirects nobody, and the key goes nowhere else. `code` names the reason where
+    the server gives one."""
 
     def __init__(self, url: str, status: int, code: str, message: str) -> None:
         super().__init__(url, f"HTTP {status}: {message or code or 'no reason given'}")
@@ -66,7 +69,7 @@ class Refused(ServerFault):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply with a status below 400."""
+    """A whole reply with a status below 300."""
 
     status: int
     body: bytes
@@ -98,6 +101,8 @@ class HttpPool:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._fresh = fresh
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._open: set[aiohttp.ClientResponse] = set()
 
     async def request(
         self,
@@ -122,6 +127,10 @@ class HttpPool:
             yield _events(url, response)
 
     async def close(self) -> None:
+        """Close all connections; requests in flight end as Broken. Closing twice does nothing."""
+        self._closed = True
+        for response in self._open:  # aiohttp would leave those who read a body waiting for ever
+            response.content.set_exception(aiohttp.ClientConnectionError("the pool was closed"))
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -140,21 +149,27 @@ class HttpPool:
         content = {"Content-Type": "application/json"} if data is not None else {}
         try:
             async with self._opened().request(
-                method, url, data=data, timeout=timeout, headers={**content, **(headers or {})}
+                method, url, data=data, timeout=timeout, headers={**content, **(headers or {})}, allow_redirects=False
             ) as response:
-                if response.status >= 400:
+                if response.status >= 300:
                     raise _refusal(url, response.status, await response.read())
-                yield response
+                self._open.add(response)
+                try:
+                    yield response
+                finally:
+                    self._open.discard(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unreachable(url, _said(error)) from error
         except TimeoutError as error:
             raise Silent(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
-        except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
             raise Broken(url, _said(error)) from error
         except aiohttp.ClientError as error:
             raise Malformed(url, _said(error)) from error
 
     def _opened(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise RuntimeError("The pool is closed.")
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=self.limits.total,
@@ -194,17 +209,26 @@ class HttpPool:
 
 
 async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    async for line in response.content:
+    while line := await _line(url, response):
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
+            await response.read()  # the end of the reply: without it the connection could not be used again
             return
         try:
             yield orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise Malformed(url, f"no JSON in the stream: {error}") from None
     raise Broken(url, "the stream ended early")
+
+
+async def _line(url: str, response: aiohttp.ClientResponse) -> bytes:
+    """The next line with its end; b"" after the last."""
+    try:
+        return await response.content.readline(max_line_length=LONGEST_EVENT)
+    except HttpProcessingError:
+        raise Malformed(url, f"an event of more than {LONGEST_EVENT} bytes") from None
 
 
 def _refusal(url: str, status: int, body: bytes) -> Refused:

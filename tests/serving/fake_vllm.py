@@ -46,6 +46,7 @@ class FakeOptions:
     key: str = ""
     token_ms: float = 1.0
     load_ms: float = 0.0
+    end_ms: float = 0.0  # from the last event of a stream to the end of the reply
     max_num_seqs: int = 256
     max_model_len: int = 2048
     max_lora_rank: int = 0
@@ -305,6 +306,7 @@ class FakeVllm:
             last = {"request_id": name, "choices": [], "usage": usage(made)}
             await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(self.options.end_ms / 1e3)
         return response
 
     async def _tokens(self, body: dict[str, Any], made: Sampled) -> AsyncIterator[int]:

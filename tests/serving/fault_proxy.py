@@ -42,7 +42,7 @@ class Fault:
 
 def _canned(status: str, body: bytes, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\nConnection: close\r\n\r\n"
     return head.encode() + body
 
 

@@ -1,0 +1,224 @@
+"""How many connections the pool opens, keeps and closes; what the server sees of a caller that has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_vllm import FakeOptions, FakeVllm
+from patience import until
+
+from pvg.serving import pool as pool_module
+from pvg.serving.limits import ConnectionLimits
+from pvg.serving.pool import Broken, HttpPool, Silent, pause_before_retry
+
+GENERATE = "/inference/v1/generate"
+PATIENCE_S = 20.0
+
+
+def body(tokens: int, *, stream: bool = False, name: str = "r") -> dict[str, Any]:
+    sampling = {"max_tokens": tokens, "seed": 1, "logprobs": 0}
+    return {"request_id": name, "token_ids": [5, 6, 7], "sampling_params": sampling, "stream": stream}
+
+
+def drive(
+    use: Callable[[HttpPool, FakeVllm], Awaitable[None]], limits: ConnectionLimits | None = None, **options: Any
+) -> None:
+    async def run() -> None:
+        pool = HttpPool(limits or ConnectionLimits.derive(64), connect_timeout_s=5.0, **options)
+        async with FakeVllm(FakeOptions(token_ms=5.0)) as server:
+            try:
+                await use(pool, server)
+            finally:
+                await pool.close()
+
+    asyncio.run(run())
+
+
+async def ask(pool: HttpPool, server: FakeVllm, name: str, tokens: int = 4) -> None:
+    await pool.request("POST", server.url + GENERATE, body(tokens, name=name), timeout_s=PATIENCE_S)
+
+
+async def read(pool: HttpPool, server: FakeVllm, name: str, tokens: int = 4) -> int:
+    async with pool.events(server.url + GENERATE, body(tokens, stream=True, name=name), timeout_s=PATIENCE_S) as events:
+        return len([event async for event in events])
+
+
+@pytest.mark.parametrize("way", [ask, read])
+def test_requests_that_the_limits_cover_are_all_on_the_server_at_once_and_none_waits(way: Any) -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        server.freeze()
+        asked = [asyncio.create_task(way(pool, server, f"r{i}")) for i in range(150)]
+        await until(lambda: server.running == 150)
+        server.thaw()
+        await asyncio.gather(*asked)
+        assert (server.connections, pool.opened, pool.waited_s) == (150, 150, 0.0)
+
+    drive(use, ConnectionLimits.derive(150))
+
+
+def test_more_requests_than_connections_wait_and_the_pool_says_so() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        await asyncio.gather(*(ask(pool, server, f"r{i}") for i in range(20)))
+        assert (server.connections, server.peak, pool.opened) == (8, 8, 8)
+        assert pool.waited_s > 0.0
+        assert sum(server.finished.values()) == 20
+
+    drive(use, ConnectionLimits(total=8, per_host=8))
+
+
+def test_the_limit_per_host_holds_for_each_host() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        async with FakeVllm(FakeOptions(token_ms=5.0)) as other:
+            await asyncio.gather(*(ask(pool, one, f"r{i}") for i in range(10) for one in (server, other)))
+            assert (server.peak, other.peak, pool.opened) == (3, 3, 6)
+
+    drive(use, ConnectionLimits(total=100, per_host=3, hosts=2))
+
+
+@pytest.mark.parametrize("way", [ask, read])
+def test_a_connection_is_kept_for_the_next_request(way: Any) -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        for i in range(5):
+            await way(pool, server, f"r{i}")
+        assert (server.connections, pool.opened, pool.reused) == (1, 1, 4)
+
+    drive(use)
+
+
+def test_a_connection_is_kept_though_the_end_of_a_stream_comes_late() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        server.options.end_ms = 20.0
+        for i in range(3):
+            await read(pool, server, f"r{i}")
+        assert (server.connections, pool.reused) == (1, 2)
+
+    drive(use)
+
+
+@pytest.mark.parametrize("way", [ask, read])
+def test_a_fresh_pool_opens_one_for_every_request(way: Any) -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        for i in range(5):
+            await way(pool, server, f"r{i}")
+        assert (server.connections, pool.opened, pool.reused) == (5, 5, 0)
+
+    drive(use, fresh=True)
+
+
+def test_a_fresh_pool_does_not_wait_behind_streams() -> None:
+    """The control path: 150 streams are open, and the call has a connection of its own at once."""
+
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        streams = [asyncio.create_task(read(pool, server, f"r{i}", tokens=1000)) for i in range(150)]
+        await until(lambda: server.running == 150)
+        control = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0, fresh=True)
+        await control.request("GET", server.url + "/pvg/info", timeout_s=PATIENCE_S)
+        assert (control.opened, control.waited_s, server.running) == (1, 0.0, 150)
+        await control.close()
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        await until(lambda: server.running == 0)
+
+    drive(use, ConnectionLimits.derive(150))
+
+
+def test_a_stream_that_is_left_early_ends_its_request_on_the_server() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        async with pool.events(server.url + GENERATE, body(1000, stream=True), timeout_s=None) as events:
+            async for _ in events:
+                break
+        await until(lambda: server.running == 0)
+        assert (dict(server.aborted), dict(server.finished)) == ({"r": 1}, {})
+        await ask(pool, server, "next")
+        assert server.connections == 2
+
+    drive(use)
+
+
+def test_an_error_of_the_reader_ends_the_request_on_the_server_and_stays_what_it_is() -> None:
+    class Own(Exception): ...
+
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        async def read_and_fail() -> None:
+            async with pool.events(server.url + GENERATE, body(1000, stream=True), timeout_s=None) as events:
+                async for _ in events:
+                    raise Own
+
+        with pytest.raises(Own):
+            await read_and_fail()
+        await until(lambda: server.running == 0)
+        assert dict(server.aborted) == {"r": 1}
+
+    drive(use)
+
+
+@pytest.mark.parametrize("way", [ask, read])
+def test_a_cancelled_caller_ends_its_request_on_the_server(way: Any) -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        asked = asyncio.create_task(way(pool, server, "r", 1000))
+        await until(lambda: server.running == 1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(lambda: server.running == 0)
+        assert dict(server.aborted) == {"r": 1}
+
+    drive(use)
+
+
+def test_a_request_that_ran_out_of_time_ends_on_the_server() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        with pytest.raises(Silent):
+            await pool.request("POST", server.url + GENERATE, body(1000), timeout_s=0.1)
+        await until(lambda: server.running == 0)
+        assert dict(server.aborted) == {"r": 1}
+
+    drive(use)
+
+
+def test_closing_twice_is_harmless_and_a_closed_pool_opens_nothing() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        await ask(pool, server, "r")
+        await pool.close()
+        await pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await ask(pool, server, "r")
+        assert server.connections == 1
+
+    drive(use)
+
+
+def test_requests_in_flight_when_the_pool_closes_are_broken() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        asked = [asyncio.create_task(way(pool, server, "r", 1000)) for way in (ask, read)]
+        await until(lambda: server.running == 2)
+        await pool.close()
+        assert [type(outcome) for outcome in await asyncio.gather(*asked, return_exceptions=True)] == [Broken, Broken]
+
+    drive(use)
+
+
+def test_the_key_goes_with_every_request() -> None:
+    async def use(pool: HttpPool, server: FakeVllm) -> None:
+        server.options.key = "secret"
+        assert (await pool.request("GET", server.url + "/pvg/info", timeout_s=PATIENCE_S)).status == 200
+
+    drive(use, key="secret")
+
+
+def test_pauses_before_retries_double_up_to_a_limit_and_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(pool_module.asyncio, "sleep", sleep)
+    for attempt in (1, 2, 3, 10, 1000):
+        asyncio.run(pause_before_retry(attempt, jitter=0.5))
+    assert slept == pytest.approx([0.1, 0.2, 0.4, 5.0, 5.0])
+    asyncio.run(pause_before_retry(1, jitter=0.0))
+    assert slept[-1] == pytest.approx(0.05)

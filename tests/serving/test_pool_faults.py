@@ -1,0 +1,315 @@
+"""Every way in which a server or the network fails becomes the fault that says what is known."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fake_vllm import FakeVllm
+from fault_proxy import Fault, FaultProxy
+from patience import until
+
+from pvg.serving.limits import ConnectionLimits
+from pvg.serving.pool import Broken, HttpPool, Malformed, Refused, ServerFault, Silent, Unreachable
+
+GENERATE = "/inference/v1/generate"
+PATIENCE_S = 20.0
+LONG = 300  # tokens of a reply that does not fit into one packet
+
+
+def body(tokens: int = LONG, *, stream: bool = False, name: str = "r") -> dict[str, Any]:
+    sampling = {"max_tokens": tokens, "seed": 1, "logprobs": 0}
+    return {"request_id": name, "token_ids": [5, 6, 7], "sampling_params": sampling, "stream": stream}
+
+
+async def whole(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S) -> int:
+    reply = await pool.request("POST", url + GENERATE, body(), timeout_s=timeout_s)
+    return len(reply.json()["choices"][0]["token_ids"])
+
+
+async def streamed(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S) -> int:
+    count = 0
+    async with pool.events(url + GENERATE, body(stream=True), timeout_s=timeout_s) as events:
+        async for event in events:
+            count += len(event["choices"][0]["token_ids"])
+    return count
+
+
+WAYS = [whole, streamed]
+Way = Callable[..., Awaitable[int]]
+
+
+def drive(use: Callable[[HttpPool, FakeVllm, FaultProxy], Awaitable[Any]], **options: Any) -> Any:
+    async def run() -> Any:
+        server = FakeVllm()
+        server.options.token_ms = 0.0
+        pool = HttpPool(ConnectionLimits.derive(8), connect_timeout_s=0.5, **options)
+        async with server, FaultProxy(server.url) as proxy:
+            try:
+                return await use(pool, server, proxy)
+            finally:
+                await pool.close()
+
+    return asyncio.run(run())
+
+
+def fault_of(way: Way, fault: Fault, timeout_s: float = PATIENCE_S) -> ServerFault:
+    async def use(pool: HttpPool, _: FakeVllm, proxy: FaultProxy) -> ServerFault:
+        proxy.plan(fault)
+        with pytest.raises(ServerFault) as caught:
+            await way(pool, proxy.url, timeout_s)
+        assert caught.value.url == proxy.url + GENERATE
+        assert str(caught.value).startswith(proxy.url)
+        assert "\n" not in str(caught.value)
+        assert await way(pool, proxy.url) == LONG  # the next request finds a connection that works
+        return caught.value
+
+    found = drive(use)
+    assert isinstance(found, ServerFault)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["reset", "cut"])
+@pytest.mark.parametrize("after", [0, 40, 700])
+def test_a_connection_that_ends_in_the_head_or_the_body_of_a_reply_is_broken(way: Way, kind: Any, after: int) -> None:
+    found = fault_of(way, Fault(kind, after=after))
+    assert type(found) is Broken
+    assert found.sent
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reply_shorter_than_promised_is_broken(way: Way) -> None:
+    assert type(fault_of(way, Fault("truncated"))) is Broken
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_that_accepts_and_says_nothing_is_silent(way: Way) -> None:
+    found = fault_of(way, Fault("hang"), timeout_s=0.2)
+    assert type(found) is Silent
+    assert found.what == "no reply within 0.2 s"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reply_that_takes_too_long_is_silent_however_it_trickles(way: Way) -> None:
+    assert type(fault_of(way, Fault("dribble", seconds=0.02), timeout_s=0.3)) is Silent
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slow_bytes_within_the_time_are_a_reply(way: Way) -> None:
+    async def use(pool: HttpPool, _: FakeVllm, proxy: FaultProxy) -> int:
+        proxy.plan(Fault("dribble"), Fault("delay", seconds=0.05))
+        assert await way(pool, proxy.url) == LONG
+        return await way(pool, proxy.url)
+
+    assert drive(use, fresh=True) == LONG
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_error_of_the_server_keeps_its_status_code_and_message(way: Way) -> None:
+    found = fault_of(way, Fault("error"))
+    assert isinstance(found, Refused)
+    assert (found.status, found.code, found.message) == (500, "the_proxy", "EngineCore died")
+    assert str(found).endswith("HTTP 500: EngineCore died")
+
+
+@pytest.mark.parametrize("kind", ["malformed", "short_json"])
+def test_a_reply_that_is_no_json_is_malformed(kind: Any) -> None:
+    assert "no JSON" in str(fault_of(whole, Fault(kind)))
+    assert type(fault_of(whole, Fault(kind))) is Malformed
+    assert type(fault_of(streamed, Fault(kind))) is Broken  # no event came, and no end
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reply_that_is_no_http_is_malformed(way: Way) -> None:
+    assert type(fault_of(way, Fault("garbage"))) is Malformed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_nobody_listens_nothing_was_sent(way: Way) -> None:
+    async def use(pool: HttpPool, server: FakeVllm, proxy: FaultProxy) -> None:
+        await proxy.refuse()
+        with pytest.raises(Unreachable) as caught:
+            await way(pool, proxy.url)
+        assert not caught.value.sent
+        await proxy.accept()
+        assert await way(pool, proxy.url) == LONG
+        assert sum(server.received.values()) == 1
+
+    drive(use)
+
+
+def test_a_connect_that_nobody_answers_ends_in_time_and_nothing_was_sent() -> None:
+    """A listener that never accepts: once its queue is full, Linux leaves the next ones without an answer."""
+
+    async def use(pool: HttpPool, _: FakeVllm, __: FaultProxy) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            callers = [socket.socket() for _ in range(4)]
+            try:
+                for caller in callers:
+                    caller.setblocking(False)
+                    caller.connect_ex(listener.getsockname())
+                with pytest.raises(Unreachable) as caught:
+                    await whole(pool, f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=None)
+                assert not caught.value.sent
+            finally:
+                for caller in callers:
+                    caller.close()
+
+    drive(use)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_that_dies_ends_its_requests_as_broken_and_is_then_unreachable(way: Way) -> None:
+    async def use(pool: HttpPool, server: FakeVllm, _: FaultProxy) -> None:
+        server.options.token_ms = 5.0
+        asked = [asyncio.create_task(way(pool, server.url, None)) for _ in range(4)]
+        await until(lambda: server.running == 4)
+        await server.kill()
+        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+            assert type(outcome) is Broken
+        with pytest.raises(Unreachable):
+            await way(pool, server.url)
+        server.options.token_ms = 0.0
+        await server.restart()
+        assert await way(pool, server.url) == LONG
+
+    drive(use)
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_broken_not_lost() -> None:
+    """Between two requests the server restarts: the pool must not wait for a reply from the connection it kept."""
+
+    async def use(pool: HttpPool, _: FakeVllm, proxy: FaultProxy) -> None:
+        assert await whole(pool, proxy.url) == LONG
+        proxy.reset_all()
+        with suppress(Broken):
+            await whole(pool, proxy.url)
+        assert await whole(pool, proxy.url) == LONG
+
+    drive(use)
+
+
+def test_a_connection_that_ends_while_a_long_request_is_being_sent_is_broken() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        writer.transport.abort()
+
+    async def use(pool: HttpPool, _: FakeVllm, __: FaultProxy) -> None:
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{GENERATE}"
+        for _attempt in range(5):
+            with pytest.raises(Broken):
+                await pool.request("POST", url, {"text": "x" * 20_000_000}, timeout_s=PATIENCE_S)
+        server.close()
+
+    drive(use)
+
+
+# --- replies that only a server of the test's own gives --------------------------------------------------------------
+
+
+def answered_by(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], way: Way) -> Any:
+    """What `way` makes of the handler's reply: its result or its fault."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_post(GENERATE, handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        pool = HttpPool(ConnectionLimits.derive(8), connect_timeout_s=0.5)
+        try:
+            return await way(pool, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        except ServerFault as fault:
+            return fault
+        finally:
+            await pool.close()
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def in_pieces(*pieces: bytes) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        return response
+
+    return handler
+
+
+EVENT = b'data: {"choices": [{"token_ids": [1]}]}\n\n'
+
+
+def test_a_stream_without_its_end_is_broken() -> None:
+    found = answered_by(in_pieces(EVENT, EVENT), streamed)
+    assert type(found) is Broken
+    assert found.what == "the stream ended early"
+
+
+def test_events_come_whole_however_they_are_cut() -> None:
+    pieces = b": a comment\n\n" + EVENT.replace(b"\n\n", b"\r\n\r\n") + b"event: x\n" + EVENT + b"data: [DONE]\n\n"
+    assert answered_by(in_pieces(*[pieces[i : i + 1] for i in range(len(pieces))]), streamed) == 2
+
+
+@pytest.mark.parametrize("piece", [b"data: {\n\n", b"data: \xff\xfe\n\n", b"data:\n\n"])
+def test_an_event_that_is_no_json_is_malformed(piece: bytes) -> None:
+    assert type(answered_by(in_pieces(EVENT, piece, EVENT), streamed)) is Malformed
+
+
+def test_an_event_of_many_megabytes_comes_through() -> None:
+    ids = b",".join([b"123456"] * 1_000_000)
+    assert (
+        answered_by(in_pieces(b'data: {"choices": [{"token_ids": [' + ids + b"]}]}\n\ndata: [DONE]\n\n"), streamed)
+        == 1e6
+    )
+
+
+def test_an_event_without_end_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.serving.pool.LONGEST_EVENT", 1 << 20)
+    assert type(answered_by(in_pieces(*[b"x" * (1 << 18)] * 32), streamed)) is Malformed
+
+
+def test_a_redirect_is_refused_and_not_followed() -> None:
+    """The key must not go where a reply says."""
+
+    async def elsewhere(_: web.Request) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    for way in WAYS:
+        found = answered_by(elsewhere, way)
+        assert isinstance(found, Refused)
+        assert found.status == 307
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ('{"error": {"message": "no such model", "code": 404}}', "404", "no such model"),
+        ('{"error": "Failed to pause"}', "", "Failed to pause"),
+        ('{"detail": "Not Found"}', "", "Not Found"),
+        ('{"detail": [{"msg": "field required"}]}', "", "[{'msg': 'field required'}]"),
+        ("Internal Server Error", "", "Internal Server Error"),
+        ("", "", ""),
+        ("[1]", "", "[1]"),
+    ],
+)
+def test_what_a_refusal_says_in_each_of_its_forms(text: str, code: str, message: str) -> None:
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=404, text=text)
+
+    found = answered_by(refuse, whole)
+    assert isinstance(found, Refused)
+    assert (found.code, found.message) == (code, message)
+    assert str(found).endswith(f"HTTP 404: {message or 'no reason given'}")
