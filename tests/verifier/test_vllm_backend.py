@@ -397,6 +397,34 @@ def test_weights_that_change_while_they_are_published_are_published_again(head, 
     asyncio.run(play())
 
 
+def test_weights_that_changed_and_came_back_while_they_were_published_are_not_taken_for_known(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(version="a"), some(6)
+            before = {name: tensor.clone() for name, tensor in bench.model.trainable_state().items()}
+            open_servers = bench.serving._open
+
+            async def open_and_change(*arguments):
+                """Between the look at the weights and their staging."""
+                await open_servers(*arguments)
+                if scorer.version == "a":
+                    bench.train(2)
+                    scorer.set_version("b")
+
+            async def change_back():
+                bench.model.load_trainable_state(before)
+                if scorer.version == "b":
+                    scorer.set_version("c")
+
+            bench.serving._open, fake.before_load = open_and_change, change_back
+            await bench.assert_right(scorer, rollouts)
+
+    asyncio.run(play())
+
+
 def test_a_cancelled_call_leaves_the_servers_to_others(tmp_path, executor):
     async def play():
         async with (
