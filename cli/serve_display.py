@@ -80,9 +80,11 @@ class ServeView:
 
     def ready(self, server: VllmServer) -> None:
         self.is_ready = True
-        console = self._console if self._as_json else stdout()
-        console.print(announcement(server.url, self.elapsed, self._commands))
+        self._announce(announcement(server.url, self.elapsed, self._commands))
         self.began = time.monotonic()
+
+    def _announce(self, told: Text) -> None:
+        self._console.print(told, soft_wrap=True)
 
     def stopped(self) -> None: ...
 
@@ -157,6 +159,9 @@ class Lines(ServeView):
         super().progressed(stage)
         if not known and stage.name != READY:
             self._line(stage.name + (f" ({stage.detail})" if stage.detail else ""))
+
+    def _announce(self, told: Text) -> None:
+        (self._console if self._as_json else stdout()).print(told, soft_wrap=True)
 
     def stopped(self) -> None:
         self._line("stopping")
@@ -234,23 +239,16 @@ def clock_row(shown: ServeView, width: int) -> Table:
     return row
 
 
-def announcement(url: str, seconds: float, commands: Mapping[str, str]) -> Group:
-    """The server is ready; what to type next."""
-    parts: list[RenderableType] = [
-        Text(),
-        Text.assemble(("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}. Next:", QUIET)),
-    ]
+def announcement(url: str, seconds: float, commands: Mapping[str, str]) -> Text:
+    """The server is ready; what to type next. Long commands are left to the terminal to wrap: they can be copied."""
+    told = Text.assemble("\n", ("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}", QUIET))
     for command, what in commands.items():
-        parts.append(Text.assemble("  ", (command, "bold cyan"), (f"   {what}", QUIET), overflow="fold"))
-    return Group(*parts)
+        told.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
+    return told
 
 
-def activity(shown: ServeView) -> Table:
-    row = Table.grid(expand=False, padding=(0, 2, 0, 0))
-    row.add_column(no_wrap=True, overflow="ellipsis")
-    row.add_column(no_wrap=True, style=QUIET)
-    row.add_row(Text.assemble("  ", activity_text(shown)), f"up {clock(shown.elapsed)}  Ctrl-C stops")
-    return row
+def activity(shown: ServeView) -> Text:
+    return Text.assemble("  ", activity_text(shown), (f"   up {clock(shown.elapsed)}   Ctrl-C stops", QUIET))
 
 
 def activity_text(shown: ServeView) -> Text:
@@ -262,18 +260,11 @@ def activity_text(shown: ServeView) -> Text:
     before, now = shown.figures
     sampled, read = now.rates(before)
     if not (now.running or now.waiting or sampled or read):
-        return Text(f"○ idle, {compact(now.generated)} tokens sampled so far", style=QUIET)
-    return Text.assemble(
-        ("● ", "green"),
-        (f"{now.running}", "bold"),
-        " running  ",
-        (f"{now.waiting}", "bold"),
-        " waiting  ",
-        (f"{compact(sampled)}/s", "bold"),
-        " tokens sampled  ",
-        (f"{compact(read)}/s", "bold"),
-        " read",
-    )
+        return Text(f"○ idle, {compact(now.generated or now.read)} tokens so far", style=QUIET)
+    parts: list[str | tuple[str, str]] = [("● ", "green"), (f"{now.running}", "bold"), " running  "]
+    parts += [(f"{now.waiting}", "bold"), " waiting  "]
+    parts += [(compact(sampled), "bold"), " tokens/s"] if sampled else [(compact(read), "bold"), " tokens read/s"]
+    return Text.assemble(*parts)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.05  # between two looks at processes that were told to end
-LEFTOVER_S = 2.0  # what survives the command, such as a resource tracker, may tidy up for so long
+TIDY_S, TERM_S = 0.3, 1.2  # what survives the command, such as a resource tracker, has so long by itself, and so long
+# after a SIGTERM
 KILL_S = 30.0  # a killed process is gone when its memory is given back, which takes long for a GPU's
 
 
@@ -113,7 +114,7 @@ def _end_in_order(child: int, grace_s: float) -> int:
 
 
 def _sweep() -> None:
-    """End every process of the tree that is left: a moment of their own, then SIGTERM, then SIGKILL until all are gone.
+    """End every process of the tree that is left: a moment by themselves, SIGTERM, then SIGKILL until all are gone.
 
     Stops after KILL_S: what does not end then hangs in the kernel, and waiting would not help.
     """
@@ -123,9 +124,9 @@ def _sweep() -> None:
         passed = time.monotonic() - began
         if passed > KILL_S:
             return
-        if passed > 2 * LEFTOVER_S:
+        if passed > TIDY_S + TERM_S:
             _send(rest, signal.SIGKILL)
-        elif passed > LEFTOVER_S and not told:
+        elif passed > TIDY_S and not told:
             told = True
             _send(rest, signal.SIGTERM)
         time.sleep(POLL_S)

@@ -1,0 +1,71 @@
+"""How far a start has come, from vLLM's own log (lines of 0.32), and how busy a server is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pvg.serving.figures import Figures, read_figures
+from pvg.serving.stages import LAST_LINES, LogTail, Stage
+
+HEAD = "(EngineCore pid=1360) INFO 11-21 14:08:34 [core.py:133] "
+
+
+def test_stages_come_in_order_and_never_again(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"{HEAD}CPU KV cache size: 1 tokens of the server before\n")
+    log = LogTail(path)
+    with path.open("a") as file:
+        file.write(f"{HEAD}non-default args: {{}}\n{HEAD}Resolved architecture: LlamaForCausalLM\n")
+        file.write(f"{HEAD}Enforce eager set, disabling torch.compile, CUDAGraphs\n")
+        file.write("Loading safetensors checkpoint shards:   0% Completed | 0/2\rLoading safetensors checkpoint")
+        file.flush()
+        assert list(log.new_stages()) == [
+            Stage("reading the settings"),
+            Stage("starting the engine", "LlamaForCausalLM"),
+            Stage("loading weights", "0%"),
+        ]
+        file.write(f" shards:  50% Completed | 1/2\n{HEAD}Loading weights took 0.01 seconds\n")
+        file.write(f"{HEAD}CPU KV cache size: 699,008 tokens, Maximum concurrency\n{HEAD}Starting to load model x\n")
+        file.write("\x1b[36m(APIServer pid=1)\x1b[0m INFO 11-21 14:08:49 [entry.py:140] Starting vLLM server on x\n")
+        file.flush()
+        assert list(log.new_stages()) == [
+            Stage("loading weights", "50%"),
+            Stage("making room for the KV cache", "699,008 tokens"),
+            Stage("opening the port"),
+        ]
+    assert list(log.new_stages()) == []
+
+
+def test_the_last_lines_are_those_of_the_process_that_failed_first(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("ValueError: of the server before\n")
+    log = LogTail(path)
+    with path.open("a") as file:
+        file.writelines(f"{HEAD}line {number}\n" for number in range(50))
+        file.write("(Worker pid=7) ERROR 11-21 14:17:25 [multiproc_executor.py:1063] RuntimeError: no kernel\n")
+        file.writelines(f"{HEAD}Traceback of those who waited {number}\n" for number in range(50))
+        file.write("RuntimeError: Engine core initialization failed. See root cause above.\n")
+    lines = log.last_lines()
+    assert len(lines) == LAST_LINES
+    assert lines[-1].endswith("RuntimeError: no kernel")
+
+
+def test_a_log_without_an_error_ends_where_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = LogTail(path)
+    path.write_text("".join(f"line {number}\n\n" for number in range(50)))
+    assert log.last_lines() == [f"line {number}" for number in range(50 - LAST_LINES, 50)]
+
+
+def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:
+    text = (
+        "# HELP vllm:num_requests_running Number\n"
+        'vllm:num_requests_running{engine="0",model_name="a}b"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="x"} 4.0\n'
+        'vllm:num_requests_waiting{engine="0"} 1.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0\n'
+        "vllm:generation_tokens_total 1.2e+03\n"
+    )
+    found = read_figures(text)
+    assert (found.running, found.waiting, found.generated, found.read) == (7, 1, 1200, 0)
+    assert Figures(generated=300, read=80, at=12.0).rates(Figures(generated=100, at=10.0)) == (100.0, 40.0)
