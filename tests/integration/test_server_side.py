@@ -115,7 +115,7 @@ def test_requests_in_flight_are_kept_and_every_token_is_of_the_weights_its_span_
             before = await bench.update(labels, "even", two_versions["even"])
             streams = [
                 asyncio.create_task(bench.generate(prompt, seed=seed, max_tokens=96, salt=str(before)))
-                for seed, prompt in enumerate(prompts(40, 20))  # more than max_num_seqs: some wait for a place
+                for seed, prompt in enumerate(prompts(80, 20))  # more than max_num_seqs: some wait for a place
             ]
             for name in ["odd", "even", "odd"]:
                 await asyncio.sleep(0.15)

@@ -86,7 +86,7 @@ def started(model: Path, folder: Path, *options: str) -> Iterator[Server]:
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--max-num-seqs", "32",
         "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching", "--generation-config", "vllm",
-        "--enable-prompt-tokens-details", "--gpu-memory-utilization", "0.2",
+        "--enable-prompt-tokens-details", "--gpu-memory-utilization", "0.2", "--no-enable-chunked-prefill",
         "--middleware", "pvg_vllm.middleware.PvgMiddleware",
         "--worker-extension-cls", "pvg_vllm.worker.PvgWorker", *options,
     ]  # fmt: skip
