@@ -12,8 +12,9 @@ Trainer and servers form a group, which is made again when the servers are other
 (its `boot` tells), or an update failed. So a server that comes back late is brought up by a group of its own.
 
 Run so far: everything here, against a server of the tests and a stand-in for vLLM's trainer side
-(tests/weights/test_transport_transfer.py); that vLLM 0.32 has the names and signatures that are used
-(tests/integration/test_transfer_against_vllm.py). Not run: anything on a GPU.
+(tests/weights/test_transport_transfer.py); against vLLM 0.32 on a CPU that the names and signatures are there, and
+that its server takes the calls (tests/integration/test_transfer_against_vllm.py). Not run: anything on a GPU, so no
+collective, no CUDA IPC, and no byte of a tensor through either.
 """
 
 from __future__ import annotations
@@ -95,6 +96,10 @@ class Source:
         for name, tensor in untied(tensors).items():
             copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
             self._tensors[name] = copy.contiguous()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)  # vLLM reads the copy from streams of its own, which wait for no other
 
     def clear(self) -> None:
         self._tensors.clear()
