@@ -215,6 +215,7 @@ class Serving(Section):
     verifier_servers: Urls = ()  # of the round's verifier, for verifier.engine = "vllm"
     reference_servers: Urls = ()  # of the verifier's untrained start (implicit head); none: computed in this process
     connections: Count | None = None  # to all servers; None: derived from rollout.concurrency
+    share_prefix: bool = True  # prompts that begin alike are computed once; false: every request has a salt of its own
     seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
     connect_timeout_s: Positive = 5.0
     probe_every_s: Positive = 2.0  # how often each server is asked whether it lives

@@ -48,7 +48,8 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One update as one server took it. Milliseconds; `parts` divide `rpc_ms`: pause, load, resume."""
+    """One update as one server took it. Milliseconds; `parts` divide `rpc_ms`: pause, load, resume. `sent_ns`,
+    `received_ns`: when the call was made, and when the server saw its first byte, each by its own side's clock."""
 
     url: str
     label: Label
@@ -56,10 +57,16 @@ class Delivery:
     rpc_ms: float
     received_ns: int
     parts: Mapping[str, float]
+    sent_ns: int = 0
 
     @property
     def queue_ms(self) -> float:
         return self.wall_ms - self.rpc_ms
+
+    @property
+    def arrival_ms(self) -> float:
+        """The part of `queue_ms` before the server's first byte, as far as the two clocks agree; 0 where unknown."""
+        return (self.received_ns - self.sent_ns) / 1e6 if self.sent_ns and self.received_ns else 0.0
 
 
 class ControlClient:
@@ -128,7 +135,7 @@ class ControlClient:
         return await self._call("POST", path, body, self._timeout_s, trace)
 
     async def _update(self, path: str, body: Mapping[str, Any], label: Label, trace: str) -> Delivery:
-        started = time.perf_counter()
+        started, sent_ns = time.perf_counter(), time.time_ns()
         reply = await self._call("POST", path, {**body, "label": str(label)}, self._timeout_s, trace)
         wall_ms = (time.perf_counter() - started) * 1e3
         found = reply.json()
@@ -141,6 +148,7 @@ class ControlClient:
             rpc_ms=float(_header(reply, WORK_HEADER)),
             received_ns=int(_header(reply, RECEIVED_HEADER, whole=True)),
             parts={key: _milliseconds(reply, key, value) for key, value in found.items() if key.endswith("_ms")},
+            sent_ns=sent_ns,
         )
 
     async def _call(

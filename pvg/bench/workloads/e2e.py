@@ -133,6 +133,7 @@ class EndToEnd:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             self._session = _open_session(self._experiment, folder, stack, self._executor)
             players = self._session.players
+            await players.ready()
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)

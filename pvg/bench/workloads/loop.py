@@ -126,6 +126,7 @@ class LoopWorkload:
         task = open_task(experiment.task)
         players = Players(experiment, task, executor=self._executor)
         try:
+            await players.ready()
             tokenizer = players.base.tokenizer
             render = prompt_renderer(experiment.rollout.prompts, tokenizer)
             self._orders = fixed_orders(experiment, task, render, settings.rollouts, settings.seed)

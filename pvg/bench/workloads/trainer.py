@@ -124,6 +124,7 @@ class TrainerWorkload:
         async with AsyncExitStack() as stack:
             self._players = Players(self._experiment, open_task(self._experiment.task), executor=self._executor)
             stack.push_async_callback(self._players.close)
+            await self._players.ready()
             self._batches = await self._sampled() if self._replay is None else self._recorded()
             learner = self._players.base.copy()
             stack.callback(learner.close)

@@ -115,6 +115,7 @@ class VerifierWork:
             task = open_task(self._experiment.task)
             self._players = players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)
+            await players.ready()
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             self._start: dict[str, Tensor] = {n: t.clone() for n, t in self._verifier.trainable_state().items()}

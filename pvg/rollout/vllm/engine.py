@@ -209,8 +209,9 @@ class VllmEngine(Engine):
 
     async def _exchange(self, server: Server, request: GenerationRequest, label: str) -> Generated:
         url, streamed = server.url + GENERATE, request.on_tokens is not None
+        own = label if self._section.share_prefix else f"{label}/{request.id}"
         body = generation(
-            request, salt=salt(label), model=self._model(label), seeded=self._section.seeded, stream=streamed
+            request, salt=salt(own), model=self._model(label), seeded=self._section.seeded, stream=streamed
         )
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline is around all attempts
@@ -256,6 +257,8 @@ class VllmEngine(Engine):
         weights than it was sent or all refuse them, ServerUnavailableError when none is there for
         `serving.unavailable_s`.
         """
+        if self._closed:
+            raise StateError("The engine is closed.", "Open a new one to go on sampling.")
         if update.version <= self._version:
             raise StateError(
                 f"The engine has version {self._version} of the weights and was sent version {update.version}.",
@@ -275,8 +278,8 @@ class VllmEngine(Engine):
             delivered = await self._deliver(self._fleet.alive)
             gaps = await self._prove(list(delivered))
             if self._checksums is not None and (first or self._checksums.always):
-                for server in delivered:
-                    await self._checksums.check(server.control, server.info, update.tensors, update.version)
+                await self._compare(list(gaps), self._checksums, update)
+            delivered = {server: delivery for server, delivery in delivered.items() if server.state != "away"}
             for server in delivered:
                 self._fleet.arrived(server, str(label))
             await self._retire()
@@ -287,14 +290,20 @@ class VllmEngine(Engine):
             version=update.version,
             wall_ms=slowest.wall_ms,
             rpc_ms=slowest.rpc_ms,
-            parts={"stage_ms": (staged - started) * 1e3, **slowest.parts},
-            canary_gap=max(gaps) if gaps else None,
+            parts={"stage_ms": (staged - started) * 1e3, "arrival_ms": slowest.arrival_ms, **slowest.parts},
+            canary_gap=max((gap for gap in gaps.values() if gap is not None), default=None),
         )
 
     async def _deliver(self, servers: Sequence[Server]) -> dict[Server, Delivery]:
         """To all `servers`; those that fail are lost. Raises WeightsNotArrivedError when all that are there refuse."""
         newest = self._present()
-        outcomes = await self._transport.send([s.control for s in servers], newest.label, newest.trace)
+        for server in servers:
+            server.loading = True
+        try:
+            outcomes = await self._transport.send([s.control for s in servers], newest.label, newest.trace)
+        finally:
+            for server in servers:
+                server.loading = False
         delivered = {}
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, Delivery):
@@ -323,36 +332,45 @@ class VllmEngine(Engine):
         if not isinstance(outcome, Delivery):
             raise outcome
         self._tell(outcome, newest)
-        await self._prove([server])
+        if server not in await self._prove([server]):
+            return
         self._caught_up[server] = outcome
         self._fleet.arrived(server, str(newest.label))
 
-    async def _prove(self, servers: Sequence[Server]) -> list[float]:
-        """The canary on each of `servers`; the gaps in nats. Raises WeightsNotArrivedError."""
+    async def _prove(self, servers: Sequence[Server]) -> dict[Server, float | None]:
+        """The canary on each of `servers`; the gaps in nats (None: no canary). Servers that do not answer are lost, and
+        have none. Raises WeightsNotArrivedError for one that answers with other weights."""
         newest = self._present()
-        gaps = []
-        if self._canary is not None and newest.expected is not None:
-            found = await asyncio.gather(*(self._canary_logprobs(server, newest) for server in servers))
-            for server, logprobs in zip(servers, found, strict=True):
-                gap = self._canary.check(server.url, newest.expected, logprobs)
-                gaps.append(gap)
-                self._events.event(
-                    "weights",
-                    event="canary",
-                    trace=newest.trace,
-                    version=newest.label.version,
-                    server=server.url,
-                    gap=gap,
-                    moved=newest.expected.moved,
-                )
+        if self._canary is None or newest.expected is None:
+            return dict.fromkeys(servers)
+        gaps: dict[Server, float | None] = {}
+        found = await asyncio.gather(*(self._canary_logprobs(s, newest) for s in servers), return_exceptions=True)
+        for server, logprobs in zip(servers, found, strict=True):
+            if isinstance(logprobs, ServerFault):
+                self._fleet.lose(server, logprobs)
+                continue
+            if isinstance(logprobs, BaseException):
+                raise logprobs
+            gaps[server] = gap = self._canary.check(server.url, newest.expected, logprobs)
+            place = {"trace": newest.trace, "version": newest.label.version, "server": server.url}
+            self._events.event("weights", event="canary", **place, gap=gap, moved=newest.expected.moved)
         return gaps
+
+    async def _compare(self, servers: Sequence[Server], checksums: Checksums, update: WeightUpdate) -> None:
+        """The checksums of each of `servers`; one that does not answer is lost. Raises WeightsNotArrivedError."""
+        for server in servers:
+            try:
+                await checksums.check(server.control, server.info, update.tensors, update.version)
+            except ServerFault as fault:
+                self._fleet.lose(server, fault)
 
     async def _canary_logprobs(self, server: Server, newest: Publication) -> list[Float32]:
         assert self._canary is not None
         return list(await asyncio.gather(*(self._scored(server, ids, newest) for ids in self._canary.sequences)))
 
     async def _scored(self, server: Server, ids: Int32, newest: Publication) -> Float32:
-        """One sequence, with retries: the server has just been seen to live."""
+        """One sequence, with retries: the server has just been seen to live. Raises the last fault, or
+        WeightsNotArrivedError for a server that refuses to say."""
         url, label = server.url + GENERATE, str(newest.label)
         body = prompt_scoring(ids, salt=salt(label), model=self._model(label))
         for attempt in range(1, self._section.retries + 2):
@@ -360,12 +378,14 @@ class VllmEngine(Engine):
                 reply = await self._pool.request("POST", url, body, timeout_s=self._section.unavailable_s)
                 return read_prompt_logprobs(reply.json(), ids, url)[0]
             except ServerFault as fault:
-                if attempt > self._section.retries or (isinstance(fault, Refused) and fault.status < 500):
+                if isinstance(fault, Refused) and fault.status < 500:
                     raise WeightsNotArrivedError(
                         f"{server.url} was sent version {newest.label.version} of the weights and cannot prove that it "
                         f"has them: {fault}.",
                         "Look at that server's log, then continue with --resume.",
                     ) from None
+                if attempt > self._section.retries:
+                    raise
             await pause_before_retry(attempt, jitter=0.5)
         raise AssertionError("unreachable")
 
@@ -388,6 +408,7 @@ class VllmEngine(Engine):
             wall_ms=delivery.wall_ms,
             rpc_ms=delivery.rpc_ms,
             queue_ms=delivery.queue_ms,
+            arrival_ms=delivery.arrival_ms,
             **delivery.parts,
         )
 
