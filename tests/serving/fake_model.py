@@ -120,5 +120,7 @@ class Sampled:
 
 
 def _draw(*what: object) -> int:
-    text = "|".join(str(list(part)) if isinstance(part, (list, tuple, np.ndarray)) else str(part) for part in what)
+    text = "|".join(
+        str([*map(int, part)]) if isinstance(part, (list, tuple, np.ndarray)) else str(part) for part in what
+    )
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -57,7 +57,8 @@ class FakeOptions:
 
 
 class FakeVllm:
-    """Counts: `received`, `finished`, `aborted` by request id; `running`, `peak` requests at once; `connections`."""
+    """Counts: `received`, `finished`, `aborted` by request id, of requests that have one; `running`, `peak` at once;
+    `connections`."""
 
     def __init__(self, options: FakeOptions | None = None, *, scorer: Scorer | None = None) -> None:
         self.options = options or FakeOptions()
@@ -274,19 +275,21 @@ class FakeVllm:
         name, model = str(body.get("request_id", "")), body.get("model")
         if model not in (None, "fake", *self.adapters):
             raise Refusal(404, "404", f"The model `{model}` does not exist.")
+        if set(body.get("cache_salt") or "") & set("@/\\\0") or len(body.get("cache_salt") or "") > 128:
+            raise Refusal(400, "400", "cache_salt must be short and hold none of @, /, \\ and NUL.")
         if len(body["token_ids"]) + 1 > self.options.max_model_len:
             raise Refusal(400, "400", f"The prompt is longer than the context of {self.options.max_model_len} tokens.")
-        self.received[name] += 1
+        self.received[name] += bool(name)
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
             response = await self._answered(request, body, name)
         except BaseException:  # cancelled: the client has gone
-            self.aborted[name] += 1
+            self.aborted[name] += bool(name)
             raise
         finally:
             self.running -= 1
-        self.finished[name] += 1
+        self.finished[name] += bool(name)
         return response
 
     async def _answered(self, request: web.Request, body: dict[str, Any], name: str) -> web.StreamResponse:

@@ -3,6 +3,7 @@
 async with FaultProxy(server.url) as proxy:
     proxy.plan(Fault("reset", after=200), Fault("hang"))   # for the next two connections; then `proxy.default`
     proxy.default = Fault("error")
+        proxy.only = "/inference/"                             # other connections pass as they are
     proxy.reset_all()                                      # what is open now ends at once
     await proxy.refuse()                                   # nothing listens; `accept` undoes it
 """
@@ -62,6 +63,7 @@ class FaultProxy:
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self.default = default or Fault()
+        self.only = ""  # faults are for connections whose first request is to a path that begins so
         self.connections = 0
         self.sent = 0
         self.received = 0
@@ -117,37 +119,44 @@ class FaultProxy:
         self._open[task] = writer
         self.connections += 1
         try:
-            await self._through(reader, writer, self._plan.popleft() if self._plan else self.default)
+            first = await reader.read(1 << 16) if self.only else b""
+            chosen = not self.only or first.split(b" ", 2)[1].startswith(self.only.encode())
+            fault = Fault() if not chosen else self._plan.popleft() if self._plan else self.default
+            await self._through(first, reader, writer, fault)
         except (ConnectionError, asyncio.CancelledError):
             pass  # either side has gone, or the test is over
         finally:
             del self._open[task]
             writer.close()
 
-    async def _through(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault) -> None:
+    async def _through(
+        self, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
+    ) -> None:
         if fault.kind == "hang":
             while await reader.read(1 << 16):
                 pass
             return
         if fault.kind in _CANNED:
-            await _read_request(reader)
+            await _read_request(first, reader)
             writer.write(_CANNED[fault.kind])
             await writer.drain()
             return
         from_server, to_server = await asyncio.open_connection(*self._upstream)
-        forward = asyncio.ensure_future(self._forward(reader, to_server))
+        forward = asyncio.ensure_future(self._forward(first, reader, to_server))
         try:
             await self._back(from_server, writer, fault)
         finally:
             forward.cancel()
             to_server.close()
 
-    async def _forward(self, reader: asyncio.StreamReader, to_server: asyncio.StreamWriter) -> None:
+    async def _forward(self, first: bytes, reader: asyncio.StreamReader, to_server: asyncio.StreamWriter) -> None:
         try:
-            while data := await reader.read(1 << 16):
+            data = first or await reader.read(1 << 16)
+            while data:
                 self.sent += len(data)
                 to_server.write(data)
                 await to_server.drain()
+                data = await reader.read(1 << 16)
         except ConnectionError:
             pass
         to_server.close()  # the client has gone: so does its connection to the server
@@ -173,13 +182,24 @@ class FaultProxy:
                     await asyncio.sleep(fault.seconds)
 
 
-async def _read_request(reader: asyncio.StreamReader) -> None:
-    """One request with its body."""
-    head = await reader.readuntil(b"\r\n\r\n")
+async def _read_request(first: bytes, reader: asyncio.StreamReader) -> None:
+    """One request with its body, of which `first` has been read."""
+    data = first
+    while b"\r\n\r\n" not in data:
+        data += await _more(reader)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = 0
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            await reader.readexactly(int(value))
+        length = int(value) if name.lower() == b"content-length" else length
+    while len(body) < length:
+        body += await _more(reader)
+
+
+async def _more(reader: asyncio.StreamReader) -> bytes:
+    if data := await reader.read(1 << 16):
+        return data
+    raise ConnectionError("the client has gone")
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pvg.errors import PvgError, ServerUnavailableError
+from pvg.errors import PvgError, ServerUnavailableError, StateError
 from pvg.experiment import Serving
 from pvg.serving.control import ControlClient, ServerInfo
-from pvg.serving.pool import Broken, ServerFault, Unreachable
+from pvg.serving.pool import Broken, ServerFault, Silent, Unreachable
 from pvg.telemetry.events import Events
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ class Server:
     fault: BaseException | None = None
     faults_in_a_row: int = 0
     rests_until: float = 0.0
+    loading: bool = False  # it was sent weights and has not answered yet
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
     kicked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -125,6 +126,8 @@ class Fleet:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._failure = StateError("The engine is closed.", "Open a new one to go on sampling.")
+        self._changed.set()
         for server in self.servers:
             self._cut_off(server)
 
@@ -199,6 +202,10 @@ class Fleet:
         try:
             info = await server.control.info()
             self._check(info)
+        except Silent:
+            if server.loading:  # a core that loads weights answers nobody; the update has a time limit of its own
+                return
+            raise
         except PvgError as error:  # something else listens there now, or has another key: no use, but others may be
             self.lose(server, error)
             return

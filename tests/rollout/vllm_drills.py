@@ -1,0 +1,263 @@
+"""Two of the tests' own servers behind fault proxies, an engine over them, and what its completions must be.
+
+async with drill(tmp_path) as d:
+    await d.publish(0)
+    d.proxies[0].plan(Fault("reset", after=200))
+    d.check(await d.engine.generate(request(1)))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SERVING = Path(__file__).parent.parent / "serving"
+sys.path.insert(0, str(SERVING))
+
+from fake_model import Weights as Fingerprinted  # noqa: E402
+from fake_model import prompt_logprobs, sampled  # noqa: E402
+from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
+from fault_proxy import Fault, FaultProxy  # noqa: E402
+
+from pvg.experiment import Serving, Weights  # noqa: E402
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
+from pvg.rollout.vllm.engine import Needs, VllmEngine  # noqa: E402
+from pvg.serving.control import ControlClient  # noqa: E402
+from pvg.serving.labels import Session  # noqa: E402
+from pvg.serving.limits import ConnectionLimits  # noqa: E402
+from pvg.serving.pool import HttpPool  # noqa: E402
+from pvg.weights import SyncTiming, WeightUpdate  # noqa: E402
+from pvg.weights.canary import Canary  # noqa: E402
+from pvg.weights.transports import open_transport  # noqa: E402
+
+KEY = "the-key-of-the-drills"
+STOP = 1
+CANARY = [np.arange(2, 30, dtype=np.int32), np.arange(30, 40, dtype=np.int32)]
+QUICK: dict[str, Any] = {  # settings of `serving` under which a drill takes about a second
+    "connect_timeout_s": 1.0,
+    "probe_every_s": 0.05,
+    "probe_timeout_s": 0.5,
+    "unavailable_s": 10.0,
+    "retries": 5,
+}
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2, 3), float(version)), "b": torch.arange(4.0)}
+
+
+def fingerprint(version: int) -> str:
+    return Fingerprinted.of(tensors(version)).fingerprint
+
+
+def request(
+    number: int,
+    max_tokens: int = 12,
+    *,
+    prompt: int = 20,
+    stops: bool = True,
+    on_tokens: Callable[[int], None] | None = None,
+) -> GenerationRequest:
+    ids = (np.arange(prompt, dtype=np.int32) * (number + 3)) % 60 + 2
+    sampling = Sampling(max_tokens, (STOP,) if stops else ())
+    return GenerationRequest(f"r{number}", ids, sampling, seed=1000 + number, on_tokens=on_tokens)
+
+
+class Heard:
+    """The engine's events, as (tag, fields)."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, dict[str, Any]]] = []
+
+    def event(self, tag: str, **fields: object) -> None:
+        self.all.append((tag, dict(fields)))
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [fields for _, fields in self.all if fields.get("event") == name]
+
+
+@dataclass
+class Drill:
+    engine: VllmEngine
+    servers: list[FakeVllm]
+    proxies: list[FaultProxy]
+    events: Heard
+    asked: dict[str, GenerationRequest] = field(default_factory=dict)
+
+    async def publish(self, version: int) -> SyncTiming:
+        return await self.engine.load_weights(WeightUpdate(version, tensors(version), f"trace-{version}"))
+
+    async def ask(self, asked: GenerationRequest) -> Completion:
+        """Generate, and check what comes."""
+        return check(await self.engine.generate(asked), asked)
+
+    async def ask_all(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
+        return await asyncio.gather(*map(self.ask, asked))
+
+    async def break_generation(self, *faults: Fault, default: Fault | None = None, only: int | None = None) -> None:
+        """Plan `faults` for the connections to come of generation requests, through all proxies or one of them; those
+        that are open are ended, and the engine has seen it."""
+        for proxy in self.proxies if only is None else [self.proxies[only]]:
+            proxy.only = "/inference/"
+            proxy.plan(*faults)
+            proxy.default = default or Fault()
+            proxy.reset_all()
+        await asyncio.sleep(0.02)
+
+    def up(self) -> list[str]:
+        return [server.url for server in self.engine._fleet.up]
+
+    def running(self) -> int:
+        return sum(server.running for server in self.servers)
+
+    def received(self) -> int:
+        return sum(sum(server.received.values()) for server in self.servers)
+
+
+def check(found: Completion, asked: GenerationRequest) -> Completion:
+    """Every token and log-prob is what the weights of its span sample, to the end of the completion."""
+    assert found.request_id == asked.id
+    assert found.spans[0].start == 0
+    versions = np.zeros(len(found.token_ids), dtype=int)
+    for span in found.spans:
+        versions[span.start :] = span.version
+    prints = {version: fingerprint(version) for version in set(versions.tolist())}
+    pairs = [
+        sampled(prints[version], asked.prompt_ids, asked.seed, position, asked.sampling.stop_ids)
+        for position, version in enumerate(versions.tolist())
+    ]
+    assert found.token_ids.tolist() == [token for token, _ in pairs]
+    assert found.logprobs.tolist() == [logprob for _, logprob in pairs]
+    stops = [position for position, (token, _) in enumerate(pairs) if token in asked.sampling.stop_ids]
+    assert stops in ([], [len(pairs) - 1])
+    assert found.finish_reason == ("stop" if stops else "length")
+    assert stops or len(pairs) == asked.sampling.max_tokens
+    return found
+
+
+def canary() -> Canary:
+    def reference(found: Mapping[str, torch.Tensor], sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        print_ = Fingerprinted.of(found).fingerprint
+        return [np.asarray(prompt_logprobs(print_, ids.tolist()), np.float32) for ids in sequences]
+
+    return Canary(lambda: CANARY, reference, None, tolerance=0.02)
+
+
+def engine_over(
+    urls: Sequence[str],
+    root: Path,
+    events: Heard,
+    *,
+    session: Session | None = None,
+    deadline_s: float | None = None,
+    timeout_s: float = 5.0,
+    concurrency: int = 256,
+    canary_: Canary | None = None,
+    shared: bool = False,
+    longest: int = 100,
+    key: str = KEY,
+    **serving: Any,
+) -> VllmEngine:
+    section = Serving(servers=tuple(urls), **{**QUICK, **serving})
+    session = session or Session.begin()
+    pool = HttpPool(ConnectionLimits.derive(concurrency, len(urls)), connect_timeout_s=1.0, key=key)
+    control = pool if shared else HttpPool(ConnectionLimits(16, 8, 2), connect_timeout_s=1.0, key=key, fresh=True)
+    probe = section.probe_timeout_s
+    return VllmEngine(
+        section,
+        pool=pool,
+        control_pool=control,
+        controls=[ControlClient(url, control, timeout_s=timeout_s, probe_timeout_s=probe) for url in urls],
+        transport=open_transport(Weights(root=root, keep=2), "drill", None, "float32", session),
+        session=session,
+        needs=Needs(max_length=longest, processed_logprobs=True, lora_rank=0),
+        canary=canary_ or canary(),
+        checksums=None,
+        events=events,
+        deadline_s=deadline_s,
+    )
+
+
+@asynccontextmanager
+async def drill(root: Path, *, servers: int = 2, token_ms: float = 1.0, **options: Any) -> AsyncIterator[Drill]:
+    """`options`: of the servers (load_ms, keeps_cache, ...) where FakeOptions has them, else of `engine_over`."""
+    of_servers = {name: options.pop(name) for name in list(options) if hasattr(FakeOptions, name)}
+    fakes = [FakeVllm(FakeOptions(root=root, key=KEY, token_ms=token_ms, **of_servers)) for _ in range(servers)]
+    for fake in fakes:
+        await fake.start()
+    proxies = [FaultProxy(fake.url) for fake in fakes]
+    for proxy in proxies:
+        await proxy.accept()
+    events = Heard()
+    engine = engine_over([proxy.url for proxy in proxies], root, events, **options)
+    try:
+        await engine.ready()
+        yield Drill(engine, fakes, proxies, events)
+    finally:
+        await engine.close()
+        for proxy in proxies:
+            await proxy.__aexit__()
+        for fake in fakes:
+            await fake.kill()
+
+
+class ServerProcess:
+    """A server as a process of its own, for signals."""
+
+    def __init__(self, root: Path, token_ms: float = 2.0) -> None:
+        self._root = root
+        self._token_ms = token_ms
+        self._process: asyncio.subprocess.Process | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(SERVING / "fake_vllm.py"),
+            *("--port", str(self.port), "--token-ms", str(self._token_ms), "--root", str(self._root)),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PVG_CONTROL_KEY": KEY},
+        )
+        assert self._process.stdout is not None
+        self.port = int((await self._process.stdout.readline()).split()[1])
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+
+@asynccontextmanager
+async def process_drill(root: Path, **options: Any) -> AsyncIterator[tuple[VllmEngine, list[ServerProcess], Heard]]:
+    """Two servers as processes, and an engine over them."""
+    processes, events = [ServerProcess(root) for _ in range(2)], Heard()
+    try:
+        await asyncio.gather(*(process.start() for process in processes))
+        engine = engine_over([process.url for process in processes], root, events, **options)
+        try:
+            await engine.ready()
+            yield engine, processes, events
+        finally:
+            await engine.close()
+    finally:
+        for process in processes:
+            await process.kill()
