@@ -21,8 +21,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from .ipc_engine import register
+from .mends import mend_cpu
 
-register()  # vLLM imports this module before it makes the worker's transfer engine
+# vLLM imports this module in every worker, before it makes the worker's transfer engine.
+register()
+mend_cpu()
 
 # What a checkpoint that does not fit its model makes vLLM's loaders raise: their shape checks are assertions.
 UNFIT = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
