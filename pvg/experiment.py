@@ -242,6 +242,7 @@ class Weights(Section):
     client: Literal["dedicated", "shared"] = "dedicated"  # updates over connections of their own, or generation's
     root: Folder = Path("runs/.weights")  # a folder that the trainer and the servers share; holds the control key
     keep: Annotated[int, Field(ge=1)] = 2  # versions left on the disk
+    keep_kv: bool = False  # requests in flight go on with the old weights' keys and values; false: computed again
     timeout_s: Positive = 600.0  # of one update
     canary_prompts: Annotated[int, Field(ge=0)] = 4  # scored by trainer and servers after every update; 0: no canary
     canary_tolerance: Positive | None = None  # largest log-prob gap in nats; None: by the sampler's dtype

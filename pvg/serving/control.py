@@ -101,10 +101,14 @@ class ControlClient:
         except KeyError as error:
             raise Malformed(self.url, f"/pvg/info lacks {error}") from None
 
-    async def load_weights(self, name: str, label: Label, trace: str) -> Delivery:
+    async def load_weights(self, name: str, label: Label, trace: str, *, keep_kv: bool = False) -> Delivery:
         """Have the server load the weights in the folder `name` of its root: paused (requests in flight are kept),
-        loaded, labelled, resumed. Returns when it is done. A label that the server already has is done at once."""
-        return await self._update("/pvg/weights", {"name": name}, label, trace)
+        loaded, labelled, resumed. Returns when it is done. A label that the server already has is done at once.
+
+        `keep_kv`: requests in flight go on with the keys and values of the old weights, instead of computing those of
+        their prompt and of what they have so far again.
+        """
+        return await self._update("/pvg/weights", {"name": name, "keep_kv": keep_kv}, label, trace)
 
     async def load_adapter(self, name: str, label: Label, trace: str) -> Delivery:
         """Have the server load the adapter in the folder `name` of its root, as a model of the label's name."""

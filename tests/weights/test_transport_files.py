@@ -171,7 +171,7 @@ def test_all_servers_are_told_at_once_and_answer_for_themselves(tmp_path: Path) 
             assert (outcome.url, outcome.label, outcome.rpc_ms) == (server.url, LABEL, 1.5)
             assert outcome.parts == {"pause_ms": 0.25, "load_ms": 1.0, "resume_ms": 0.25}
             assert outcome.received_ns > 0
-            assert server.asked == [(WEIGHTS, {"name": NAME, "label": str(LABEL)})]
+            assert server.asked == [(WEIGHTS, {"name": NAME, "keep_kv": False, "label": str(LABEL)})]
 
     send(tmp_path, 3, lambda servers: None, check)
 
@@ -272,7 +272,7 @@ def test_a_server_that_is_gone_is_tried_twice_and_the_others_get_theirs(tmp_path
 
 def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
     class Defective(ControlClient):
-        async def load_weights(self, *_: object) -> Delivery:
+        async def load_weights(self, *_: object, **__: object) -> Delivery:
             raise TypeError("a defect")
 
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:

@@ -35,7 +35,8 @@ def _open_filesystem(section: Weights, run: str, executor: Executor | None, dtyp
     from pvg.weights.transports.versions import VersionFolders
 
     kind = torch_dtype(dtype)
-    return FilesystemTransport(VersionFolders(section.root, run, session), executor, kind, section.keep)
+    folders = VersionFolders(section.root, run, session)
+    return FilesystemTransport(folders, executor, kind, section.keep, keep_kv=section.keep_kv)
 
 
 def _open_lora(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:

@@ -31,7 +31,16 @@ class FilesystemTransport:
 
     adapters = False
 
-    def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype, keep: int) -> None:
+    def __init__(
+        self,
+        folders: VersionFolders,
+        executor: Executor | None,
+        dtype: torch.dtype,
+        keep: int,
+        *,
+        keep_kv: bool = False,
+    ) -> None:
+        self._keep_kv = keep_kv
         self._folders = folders
         self._executor = executor
         self._dtype = dtype
@@ -49,7 +58,7 @@ class FilesystemTransport:
         name = self._folders.name(label)
 
         async def load(server: ControlClient) -> Delivery:
-            return await server.load_weights(name, label, trace)
+            return await server.load_weights(name, label, trace, keep_kv=self._keep_kv)
 
         async def has_arrived(server: ControlClient) -> bool:
             return (await server.info()).label == str(label)
