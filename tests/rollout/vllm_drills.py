@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from fake_model import Weights as Fingerprinted  # noqa: E402
 from fake_model import prompt_logprobs, sampled  # noqa: E402
 from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
+from patience import until  # noqa: E402
 
 from pvg.experiment import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
@@ -40,13 +41,15 @@ from pvg.weights import SyncTiming, WeightUpdate  # noqa: E402
 from pvg.weights.canary import Canary  # noqa: E402
 from pvg.weights.transports import open_transport  # noqa: E402
 
+__all__ = ["Drill", "Fault", "check", "drill", "engine_over", "fingerprint", "process_drill", "request", "run", "until"]
+
 KEY = "the-key-of-the-drills"
 STOP = 1
 CANARY = [np.arange(2, 30, dtype=np.int32), np.arange(30, 40, dtype=np.int32)]
 QUICK: dict[str, Any] = {  # settings of `serving` under which a drill takes about a second
     "connect_timeout_s": 1.0,
     "probe_every_s": 0.05,
-    "probe_timeout_s": 0.5,
+    "probe_timeout_s": 10.0,  # only the drills of servers that hang wait for it
     "unavailable_s": 10.0,
     "retries": 5,
 }
@@ -133,7 +136,7 @@ def check(found: Completion, asked: GenerationRequest) -> Completion:
         versions[span.start :] = span.version
     prints = {version: fingerprint(version) for version in set(versions.tolist())}
     pairs = [
-        sampled(prints[version], asked.prompt_ids, asked.seed, position, asked.sampling.stop_ids)
+        sampled(prints[version], asked.prompt_ids.tolist(), asked.seed, position, asked.sampling.stop_ids)
         for position, version in enumerate(versions.tolist())
     ]
     assert found.token_ids.tolist() == [token for token, _ in pairs]
@@ -150,7 +153,7 @@ def canary() -> Canary:
         print_ = Fingerprinted.of(found).fingerprint
         return [np.asarray(prompt_logprobs(print_, ids.tolist()), np.float32) for ids in sequences]
 
-    return Canary(lambda: CANARY, reference, None, tolerance=0.02)
+    return Canary(lambda: CANARY, reference, None, tolerance=0.02)  # type: ignore[arg-type]
 
 
 def engine_over(
@@ -186,6 +189,16 @@ def engine_over(
         events=events,
         deadline_s=deadline_s,
     )
+
+
+def run(use: Callable[[Drill], Awaitable[None]], root: Path, **options: Any) -> None:
+    """`use(drill)` on an event loop of its own; `options` as for `drill`."""
+
+    async def main() -> None:
+        async with drill(root, **options) as d:
+            await use(d)
+
+    asyncio.run(main())
 
 
 @asynccontextmanager

@@ -197,11 +197,9 @@ class FakeVllm:
         return web.json_response(answers.get(request.path, dict)())
 
     def info(self) -> dict[str, Any]:
-        options = self.options
-        own = {f.name: getattr(options, f.name) for f in fields(options)}
         names = ("protocol", "runner", "max_model_len", "max_num_seqs", "max_lora_rank", "logprobs_mode")
         return {
-            **{name: own[name] for name in names},
+            **{name: getattr(self.options, name) for name in names},
             **{"boot": self.boot, "vllm": "0.32.0", "model": "fake", "dtype": "float32", "prefix_caching": True},
             **{"label": self.label, "paused": not self._resumed.is_set(), "world_size": 1},
         }

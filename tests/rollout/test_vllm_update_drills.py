@@ -1,0 +1,250 @@
+"""Updates of weights, with servers that fail at every point of them: each server has the newest weights or none of its
+tokens is delivered, and the run goes on as long as one has them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from vllm_drills import Drill, Fault, engine_over, fingerprint, request, run, tensors, until
+
+from pvg.errors import ServerUnavailableError, StateError, WeightsNotArrivedError
+from pvg.records import VersionSpan
+from pvg.serving.labels import Session
+from pvg.weights import WeightUpdate
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_requests_in_flight_go_on_under_new_weights_and_each_token_knows_its_version(
+    streamed: bool, tmp_path: Path
+) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        noted: list[int] = []
+        asked = [request(i, 75, stops=False, on_tokens=noted.append if streamed else None) for i in range(16)]
+        tasks = [asyncio.create_task(d.ask(wanted)) for wanted in asked]
+        await until(lambda: d.running() == 16)
+        for version in (1, 2):
+            await asyncio.sleep(0.05)
+            timing = await d.publish(version)
+            assert timing.wall_ms >= timing.rpc_ms >= 0.0
+            assert timing.canary_gap == 0.0
+        found = await asyncio.gather(*tasks)
+        spans = [[span.version for span in completion.spans] for completion in found]
+        assert all(versions == sorted(set(versions)) for versions in spans)
+        assert max(map(len, spans)) == 3
+        assert d.events.named("retry") == []
+        assert sum(sum(server.aborted.values()) for server in d.servers) == 0
+
+    run(use, tmp_path, token_ms=4.0)
+
+
+def test_an_update_that_takes_longer_than_a_probe_keeps_server_and_requests(tmp_path: Path) -> None:
+    """vLLM's core answers no probe while its weights load."""
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        tasks = [asyncio.create_task(d.ask(request(i, 75, stops=False))) for i in range(8)]
+        await until(lambda: d.running() == 8)
+        for server in d.servers:
+            server.options.load_ms = 600.0
+        await d.publish(1)
+        await asyncio.gather(*tasks)
+        assert d.events.named("server.away") == []
+        assert d.events.named("retry") == []
+
+    run(use, tmp_path, token_ms=4.0, probe_timeout_s=0.2)
+
+
+def test_an_update_that_fails_halfway_on_one_server_is_made_good_later(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        tasks = [asyncio.create_task(d.ask(request(i, 75, stops=False))) for i in range(16)]
+        await until(lambda: d.running() == 16)
+        d.servers[0].fail_loads = 1
+        await d.publish(1)
+        (failed,) = d.events.named("server.failed")
+        assert failed["server"] == d.proxies[0].url
+        assert "could not be loaded" in failed["why"]
+        await asyncio.gather(*tasks)
+        await until(lambda: len(d.up()) == 2)
+        found = await d.ask_all([request(100 + i) for i in range(16)])
+        assert {completion.spans for completion in found} == {(VersionSpan(0, 1),)}
+        assert d.servers[0].fingerprint() == d.servers[1].fingerprint() == fingerprint(1)
+
+    run(use, tmp_path, token_ms=4.0)
+
+
+def test_an_update_that_every_server_refuses_ends_the_run_with_their_reasons(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        for server in d.servers:
+            server.fail_loads = 100
+        with pytest.raises(WeightsNotArrivedError, match="No server took version 1 of the weights") as caught:
+            await d.publish(1)
+        assert all(proxy.url in caught.value.message for proxy in d.proxies)
+        assert "the tests want it so" in caught.value.message
+
+    run(use, tmp_path)
+
+
+def test_a_server_that_dies_while_it_loads_is_left_behind_and_caught_up(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+
+        async def die() -> None:
+            await d.proxies[0].refuse()
+            d.proxies[0].reset_all()
+
+        d.servers[0].before_load = die
+        await d.publish(1)
+        await d.ask_all([request(i) for i in range(8)])
+        assert d.up() == [d.proxies[1].url]
+        d.servers[0].before_load = None
+        await d.servers[0].restart()
+        await d.proxies[0].accept()
+        await until(lambda: len(d.up()) == 2)
+        assert d.servers[0].fingerprint() == fingerprint(1)
+
+    run(use, tmp_path)
+
+
+def test_a_server_that_dies_before_it_proves_its_weights_is_left_behind(tmp_path: Path) -> None:
+    """It took the update; the canary finds nobody. The other server is enough to go on."""
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        await d.break_generation(default=Fault("cut"), only=0)
+        timing = await d.publish(1)
+        assert timing.canary_gap == 0.0
+        found = await d.ask_all([request(i) for i in range(8)])
+        assert {completion.spans for completion in found} == {(VersionSpan(0, 1),)}
+        d.proxies[0].default = Fault()
+        await until(lambda: len(d.up()) == 2)
+
+    run(use, tmp_path, retries=1)
+
+
+def test_an_update_whose_reply_is_lost_is_found_to_have_arrived(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        d.proxies[0].only = "/pvg/weights"
+        d.proxies[0].plan(Fault("reset", after=0))
+        await d.publish(1)
+        assert len(d.up()) == 2
+        assert d.servers[0].calls["/pvg/weights"] == 2  # one for each version
+        assert d.events.named("server.failed") == []
+
+    run(use, tmp_path)
+
+
+def test_an_update_while_all_servers_are_away_waits_for_the_first_that_comes_back(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        for proxy in d.proxies:
+            await proxy.refuse()
+            proxy.reset_all()
+        await until(lambda: not d.up())
+        publishing = asyncio.create_task(d.publish(1))
+        await asyncio.sleep(0.1)
+        assert not publishing.done()
+        await d.proxies[1].accept()
+        timing = await publishing
+        assert (timing.version, timing.parts["load_ms"] > 0.0) == (1, True)
+        found = await d.ask(request(1))
+        assert found.spans == (VersionSpan(0, 1),)
+
+    run(use, tmp_path)
+
+
+def test_a_server_with_other_weights_than_it_says_ends_the_run_by_name_and_version(tmp_path: Path) -> None:
+    """It loads nothing and says that it did: only the canary can tell."""
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        d.servers[1].scorer = lambda _, ids: [-1.0] * (len(ids) - 1)
+        with pytest.raises(WeightsNotArrivedError, match="does not have version 1 of the weights") as caught:
+            await d.publish(1)
+        assert d.proxies[1].url in caught.value.message
+        assert d.proxies[0].url not in caught.value.message
+
+    run(use, tmp_path)
+
+
+def test_a_server_that_lies_when_it_comes_back_ends_the_run_too(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        d.servers[0].scorer = lambda _, ids: [-1.0] * (len(ids) - 1)
+        await d.servers[0].restart()
+
+        async def play() -> None:
+            for number in range(1000):
+                await d.ask(request(number))
+
+        with pytest.raises(WeightsNotArrivedError, match="does not have version 0 of the weights") as caught:
+            await play()
+        assert d.proxies[0].url in caught.value.message
+
+    run(use, tmp_path)
+
+
+def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> None:
+    """Also where a server keeps its prefix cache across updates: every version has a salt of its own."""
+
+    async def use(d: Drill) -> None:
+        for version in range(3):
+            await d.publish(version)
+            for _ in range(2):  # the same prompts again and again
+                await d.ask_all([request(number, 4, prompt=50) for number in range(4)])
+        stats = d.engine.stats
+        assert 0 < stats.prompt_tokens_computed < stats.prompt_tokens
+        assert [server.stale_hits for server in d.servers] == [0, 0]
+
+    run(use, tmp_path, keeps_cache=True)
+
+
+def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        urls = [proxy.url for proxy in d.proxies]
+        later = engine_over(urls, tmp_path, d.events, session=Session.begin())
+        await later.ready()
+        await later.load_weights(WeightUpdate(0, tensors(5)))
+        with pytest.raises(ServerUnavailableError) as caught:
+            await d.engine.generate(request(1))
+        assert "HTTP 409" in caught.value.message
+        assert {server.fingerprint() for server in d.servers} == {fingerprint(5)}
+        with pytest.raises((WeightsNotArrivedError, ServerUnavailableError), match="HTTP 409"):
+            await d.publish(1)
+        assert {server.fingerprint() for server in d.servers} == {fingerprint(5)}
+        await later.close()
+
+    run(use, tmp_path, unavailable_s=0.5)
+
+
+def test_versions_only_go_up(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        with pytest.raises(StateError, match="Publish a version before sampling"):
+            await d.engine.generate(request(1))
+        await d.publish(3)
+        for version in (2, 3):
+            with pytest.raises(StateError, match="Versions only go up"):
+                await d.publish(version)
+        assert d.engine.version == 3
+
+    run(use, tmp_path)
+
+
+def test_a_cancelled_update_is_finished_all_the_same(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        publishing = asyncio.create_task(d.publish(1))
+        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        await until(lambda: {server.fingerprint() for server in d.servers} == {fingerprint(1)})
+        found = await d.ask(request(1))
+        assert found.spans[-1].version == 1
+
+    run(use, tmp_path, load_ms=50.0)
