@@ -74,7 +74,34 @@ def impossibilities(experiment: Experiment) -> list[str]:
                 f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
                 f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
             )
-    return found + _impossible_servers(experiment) + _impossible_roles(experiment)
+    return found + _impossible_sampling(experiment) + _impossible_servers(experiment) + _impossible_roles(experiment)
+
+
+def _impossible_sampling(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of the prover's servers."""
+    serving, found = experiment.serving, []
+    if experiment.weights.transport == "lora" and not experiment.training.lora_rank:
+        found.append(
+            "weights.transport = 'lora' brings adapters to servers, and training.lora_rank = 0 trains none; set it to "
+            "16, say, or weights.transport to 'filesystem'"
+        )
+    if experiment.rollout.engine != "vllm":
+        return found
+    if not serving.servers:
+        found.append("rollout.engine = 'vllm' needs serving.servers; start one with `pvg serve EXPERIMENT`")
+    if serving.connections is not None and serving.connections < experiment.rollout.concurrency:
+        found.append(
+            f"serving.connections = {serving.connections} are too few for rollout.concurrency = "
+            f"{experiment.rollout.concurrency}: requests would wait for a connection; leave it out, or lower the "
+            "concurrency"
+        )
+    others = {*serving.verifier_servers, *serving.reference_servers}
+    if shared := sorted(set(serving.servers) & others):
+        found.append(
+            f"{shared[0]} is in serving.servers and serves the verifier too: a server has one set of weights; start "
+            "one for each"
+        )
+    return found
 
 
 def _impossible_servers(experiment: Experiment) -> list[str]:
@@ -161,8 +188,10 @@ def oddities(experiment: Experiment) -> list[str]:
 
 
 def _idle_servers(experiment: Experiment) -> list[str]:
-    """Of the oddities, servers that nobody will ask."""
+    """Of the oddities, servers that nobody will ask, and what only servers know."""
     serving, verifier, found = experiment.serving, experiment.verifier, []
+    if experiment.rollout.engine == "torch" and experiment.rollout.deadline_s is not None:
+        found.append("rollout.deadline_s has no effect on rollout.engine = 'torch'")
     if verifier.engine == "torch":
         for key in ("verifier_servers", "reference_servers"):
             if getattr(serving, key):

@@ -303,6 +303,27 @@ def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str)
     assert f"leaves {loss} no group" in error.message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["weights.transport=lora"], "training.lora_rank = 0 trains none"),
+        (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
+        (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 are too few"),
+        (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "serves the verifier too"),
+        (["serving.servers=127.0.0.1:8000"], "should match pattern"),
+        (["serving.servers=http://127.0.0.1:8000/v1"], "should match pattern"),
+    ],
+)
+def test_servers_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    assert says in complaint(tmp_path, *overrides).message
+
+
+def test_servers_and_transports_change_nothing_that_is_computed() -> None:
+    elsewhere = {"serving": {"servers": ["http://10.0.0.1:8000"]}, "weights": {"client": "shared"}}
+    assert build_experiment(elsewhere).hash() == Experiment().hash()
+    assert build_experiment({"rollout": {"engine": "vllm"}}).hash() != Experiment().hash()
+
+
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +370,7 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": 0.1}}, "training.kl"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "rloo", "clip_low": 0.1}}, "training.clip_low"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "cispo", "clip_low": 0.1}}, "training.clip_low"),
+        ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
