@@ -97,6 +97,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeVie
     from pvg.serving.process import ServerFailedError, VllmServer
 
     async def work() -> None:
+        _cancel_at_signals()
         try:
             async with VllmServer.start(spec, shown.progressed) as server:
                 shown.ready(server)
@@ -117,11 +118,30 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeVie
         say(f"error: {error.message}", typer.colors.RED)  # stdout has its one document already
         say(error.remedy)
         raise typer.Exit(error.exit_code) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         say("Stopped; no process of the server is left.")
         if as_json and not shown.is_ready:
             emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
         raise typer.Exit(EXIT_STOPPED) from None
+
+
+def _cancel_at_signals() -> None:
+    """Ctrl-C, SIGTERM and a closed terminal cancel the running task, once: the server's end takes its time. What a
+    shell has made us ignore (Ctrl-C, in the background of a script; SIGHUP, under nohup) stays ignored."""
+    import asyncio
+    import signal
+
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    cancelled: list[int] = []
+
+    def cancel(number: int) -> None:
+        if task is not None and not cancelled:
+            cancelled.append(number)
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, cancel, number)
 
 
 def _tell(error: ServerFailedError) -> None:
