@@ -104,10 +104,10 @@ def test_adapters_only_where_the_trainer_makes_them(tmp_path: Path) -> None:
     assert "--enable-lora" not in verifier.command
 
 
-@pytest.mark.parametrize("transport", ["nccl", "ipc"])
-def test_device_transports_name_their_backend(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("ipc", "pvg_ipc")])
+def test_device_transports_name_their_backend(tmp_path: Path, transport: str, backend: str) -> None:
     spec = spec_for(tmp_path, f"weights.transport={transport}", interpreter=GPU)
-    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": transport}
+    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": backend}
 
 
 def test_a_scalar_verifier_is_a_classifier_and_an_implicit_one_a_generator(tmp_path: Path) -> None:

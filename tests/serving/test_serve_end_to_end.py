@@ -1,4 +1,4 @@
-"""`pvg serve` as a process, from its first line to its end, with a stand-in for vLLM. The real one: tests/integration."""
+"""`pvg serve` as a process, from its first line to its end, with a stand-in for vLLM (tests/integration has it)."""
 
 from __future__ import annotations
 
