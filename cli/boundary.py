@@ -88,13 +88,19 @@ def _silence_stdout() -> None:
         os.close(nowhere)
 
 
+def _interrupt(number: int, frame: object) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a command that a script started with `&`
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+
+
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM ends a command in order, as Ctrl-C does. A command that commits puts its own handler in this place."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,31 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     document = pvg("doctor", "--json").document
     assert document["healthy"] is False
     assert [check["name"] for check in document["checks"]] == ["moon", "sun"]
+
+
+def test_a_termination_ends_a_command_that_a_script_started_in_the_background(tmp_path: Path) -> None:
+    """There SIGINT is ignored, so SIGTERM must not be turned into one."""
+    command = [sys.executable, "-c", "import signal, sys, time\n" + BACKGROUND]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+BACKGROUND = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import typer
+from cli.boundary import guarded
+
+@guarded
+def command(as_json: bool = False, debug: bool = False) -> None:
+    print("ready", flush=True)
+    time.sleep(300)
+
+try:
+    command(as_json=False, debug=False)
+except typer.Exit as done:
+    sys.exit(done.exit_code)
+"""

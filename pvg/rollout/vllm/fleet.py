@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
+STOOD_STILL_S = 1.0  # by which a time limit may be late without a doubt about our own event loop
 
 
 class StaleWeights(ServerFault):
@@ -199,11 +200,15 @@ class Fleet:
             self._changed.set()
 
     async def _look(self, server: Server) -> None:
+        asked = time.monotonic()
         try:
             info = await server.control.info()
             self._check(info)
         except Silent:
-            if server.loading:  # a core that loads weights answers nobody; the update has a time limit of its own
+            # A core that loads weights answers nobody; the update has a time limit of its own. And when more time has
+            # passed than the probe was given, it was this process that stood still.
+            stood_still = time.monotonic() - asked > self._section.probe_timeout_s + STOOD_STILL_S
+            if server.loading or stood_still:
                 return
             raise
         except PvgError as error:  # something else listens there now, or has another key: no use, but others may be

@@ -48,7 +48,7 @@ def open_vllm_engine(
     if weights.canary_prompts:
         canary = Canary(
             lambda: greedy_sequences(base, prompts()),
-            partial(reference_logprobs, base),
+            partial(reference_logprobs, base, dtype),
             executor,
             weights.canary_tolerance or TOLERANCE[dtype],
         )

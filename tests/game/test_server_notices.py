@@ -1,0 +1,29 @@
+"""What becomes of servers is told to whoever watches, and logged."""
+
+from __future__ import annotations
+
+from pvg.game.server_notices import ServerNotices
+from pvg.telemetry.events import Events
+
+
+class Kept(Events):
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, object]] = []
+
+    def event(self, tag: str, **fields: object) -> None:
+        self.kept.append((tag, fields["event"]))
+
+
+def test_a_server_that_goes_and_comes_back_is_told_once_each_and_everything_is_logged() -> None:
+    log, told = Kept(), []
+    events = ServerNotices(log, told.append)
+    events.event("gen", event="server.up", server="http://a")  # the first time is no news
+    events.event("gen", event="server.away", server="http://a", why="no reply")
+    events.event("gen", event="server.stale", server="http://a")
+    events.event("gen", event="server.up", server="http://a")
+    events.event("weights", event="client.send", trace="t")
+    assert told == [
+        "http://a is away (no reply); its requests go elsewhere.",
+        "http://a is back, with the newest weights.",
+    ]
+    assert [name for _, name in log.kept] == ["server.up", "server.away", "server.stale", "server.up", "client.send"]

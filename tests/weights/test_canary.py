@@ -1,0 +1,130 @@
+"""The canary: what it lets pass, what it stops, and that it says what the trainer's own weights say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Float32, Int32
+from pvg.weights.canary import NEW_TOKENS, Canary, greedy_sequences, reference_logprobs
+
+SEQUENCES = [np.array([3, 4, 5, 6], dtype=np.int32), np.array([7, 8], dtype=np.int32)]
+SERVER = "http://server"
+
+
+def model(tied: bool = True, seed: int = 0) -> LanguageModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+    )
+    return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer(), "tiny"), "tiny")
+
+
+def canary(values: Sequence[Sequence[float]], tolerance: float = 0.1) -> tuple[Canary, ThreadPoolExecutor]:
+    """A canary whose trainer says `values[k]` (of its one sequence of five tokens) at the k-th version."""
+    answers = iter(values)
+
+    def reference(_: Mapping[str, Tensor], sequences: Sequence[Int32]) -> list[Float32]:
+        assert len(sequences) == 1
+        return [np.array(next(answers), dtype=np.float32)]
+
+    executor = ThreadPoolExecutor(1)
+    return Canary(lambda: [np.arange(5, dtype=np.int32)], reference, executor, tolerance), executor
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_reference_is_the_model_under_the_given_tensors_and_leaves_its_own_alone(tied: bool) -> None:
+    base, other = model(tied), model(tied, seed=1)
+    before = base.fingerprint()
+    found = reference_logprobs(base, "float32", other.weights(), SEQUENCES)
+    assert base.fingerprint() == before
+    for sequence, logprobs in zip(SEQUENCES, found, strict=True):
+        ids = torch.from_numpy(sequence.astype(np.int64))
+        with torch.no_grad():
+            expected = other.module(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
+        assert logprobs.dtype == np.float32
+
+
+def test_the_reference_rounds_the_weights_as_the_servers_do() -> None:
+    base = model()
+    rounded = {name: tensor.to(torch.bfloat16).float() for name, tensor in base.weights().items()}
+    served = reference_logprobs(base, "bfloat16", base.weights(), SEQUENCES)
+    for logprobs, expected in zip(served, reference_logprobs(base, "float32", rounded, SEQUENCES), strict=True):
+        np.testing.assert_array_equal(logprobs, expected)
+    assert any(
+        np.abs(a - b).max() > 1e-4
+        for a, b in zip(served, reference_logprobs(base, "float32", base.weights(), SEQUENCES), strict=True)
+    )
+
+
+def test_sequences_go_on_greedily_as_far_as_there_is_room() -> None:
+    long = np.arange(2, 18, dtype=np.int32)  # of 32 positions
+    short, cut = greedy_sequences(model(), [np.array([3, 4], dtype=np.int32), np.concatenate([long, long[:10]])])
+    assert len(short) == 2 + NEW_TOKENS
+    assert len(cut) == 31
+    ids = torch.from_numpy(short.astype(np.int64))
+    with torch.no_grad():
+        choices = model().module(input_ids=ids[None]).logits[0].argmax(-1)
+    assert choices[1:-1].tolist() == short[2:].tolist()
+
+
+def test_the_gap_is_the_largest_and_beyond_the_tolerance_the_error_names_server_and_version() -> None:
+    canary_, executor = canary([[-1.0, -2.0, -3.0, -4.0]])
+    with executor:
+        expected = asyncio.run(canary_.expect({}, 7))
+        near = [np.array([-1.0, -2.05, -3.0, -3.98], dtype=np.float32)]
+        assert canary_.check(SERVER, expected, near) == pytest.approx(0.05, abs=1e-6)
+        far = [np.array([-1.0, -2.0, -3.2, -4.0], dtype=np.float32)]
+        with pytest.raises(WeightsNotArrivedError, match=rf"{SERVER} does not have version 7 .* 0\.2 nats"):
+            canary_.check(SERVER, expected, far)
+        with pytest.raises(WeightsNotArrivedError):
+            canary_.check(SERVER, expected, [np.full(4, np.nan, dtype=np.float32)])
+
+
+def test_a_server_that_missed_a_step_smaller_than_the_tolerance_is_found_out() -> None:
+    old, new = [-1.0, -2.0, -3.0, -4.0], [-1.02, -2.02, -2.98, -4.02]
+    canary_, executor = canary([old, new])
+    with executor:
+        asyncio.run(canary_.expect({}, 1))
+        expected = asyncio.run(canary_.expect({}, 2))
+    assert expected.moved == pytest.approx(0.02, abs=1e-6)
+    noise = np.array([1e-3, -1e-3, 1e-3, -1e-3], dtype=np.float32)
+    arrived = [np.array(new, dtype=np.float32) + noise]
+    assert canary_.check(SERVER, expected, arrived) < 0.1
+    stale = [np.array(old, dtype=np.float32) + noise]
+    with pytest.raises(WeightsNotArrivedError, match="still has the weights before version 2"):
+        canary_.check(SERVER, expected, stale)
+
+
+def test_where_nothing_moved_the_canary_cannot_tell_and_does_not_complain() -> None:
+    values = [-1.0, -2.0, -3.0, -4.0]
+    canary_, executor = canary([values, values])
+    with executor:
+        asyncio.run(canary_.expect({}, 1))
+        expected = asyncio.run(canary_.expect({}, 2))
+    assert canary_.check(SERVER, expected, [np.array(values, dtype=np.float32)]) == 0.0
+
+
+def test_weights_that_give_no_number_are_not_blamed_on_a_server() -> None:
+    canary_, executor = canary([[float("nan")] * 4])
+    with executor, pytest.raises(TrainingDivergedError, match=r"Version 3 .* no numbers"):
+        asyncio.run(canary_.expect({}, 3))
