@@ -101,11 +101,15 @@ def greedy_sequences(model: LanguageModel, prompts: Sequence[Int32]) -> list[Int
     found = []
     with torch.inference_mode():
         for prompt in prompts:
-            ids = prompt.astype(np.int64)
+            ids, cache = prompt.tolist(), None
             for _ in range(min(NEW_TOKENS, model.max_length - len(prompt) - 1)):
-                logits_V = model.module(input_ids=torch.from_numpy(ids)[None].to(model.device)).logits[0, -1]
-                ids = np.append(ids, int(logits_V.argmax()))
-            found.append(ids.astype(np.int32))
+                fresh = ids if cache is None else ids[-1:]
+                output = model.module(
+                    input_ids=torch.tensor([fresh], device=model.device), past_key_values=cache, use_cache=True
+                )
+                cache = output.past_key_values
+                ids.append(int(output.logits[0, -1].argmax()))
+            found.append(np.asarray(ids, dtype=np.int32))
     return found
 
 
