@@ -24,13 +24,24 @@ NOTHING = hashlib.sha256(b"").hexdigest()  # of a tensor that the server has in 
 
 
 class Checksums:
-    """`dtype` is the servers'; `always`: at every update, and not only at the first."""
+    """`dtype` is the servers'; `always`: at every update, and not only until weights have changed.
+
+    The first version of a run is what servers were started with: that they have it proves no loading. So updates are
+    compared up to the first that brings other tensors.
+    """
 
     def __init__(self, dtype: str, executor: Executor, *, always: bool) -> None:
         self._dtype = dtype
         self._executor = executor
-        self.always = always
+        self._always = always
+        self._first: dict[str, str] = {}  # the digests of the first version
+        self._changed = False
         self.compared = 0  # tensors, in the last check
+
+    @property
+    def due(self) -> bool:
+        """Whether the next update is to be compared."""
+        return self._always or not self._changed
 
     async def check(
         self, control: ControlClient, info: ServerInfo | None, tensors: Mapping[str, Tensor], version: int
@@ -46,6 +57,8 @@ class Checksums:
         }
         expected = await run_in(self._executor, self._digests, shared)
         self.compared = len(shared)
+        self._first = self._first or expected
+        self._changed |= expected != self._first
         for name in shared:
             if found[name] != expected[name]:
                 raise WeightsNotArrivedError(

@@ -4,15 +4,20 @@ tokens is delivered, and the run goes on as long as one has them."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_drills import Drill, Fault, engine_over, fingerprint, request, run, tensors, until
+import torch
+from vllm_drills import Drill, Fault, canary, engine_over, fingerprint, request, run, tensors, until
 
-from pvg.errors import ServerUnavailableError, StateError, WeightsNotArrivedError
+from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, WeightsNotArrivedError
 from pvg.records import VersionSpan
 from pvg.serving.labels import Session
 from pvg.weights import WeightUpdate
+from pvg.weights.checksums import Checksums
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -248,3 +253,97 @@ def test_a_cancelled_update_is_finished_all_the_same(tmp_path: Path) -> None:
         assert found.spans[-1].version == 1
 
     run(use, tmp_path, load_ms=50.0)
+
+
+def test_closing_ends_an_update_under_way(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        heard: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
+        await d.publish(0)
+        waiting = asyncio.create_task(d.publish(1))
+        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
+        await asyncio.wait_for(d.engine.close(), 2.0)
+        with pytest.raises(StateError, match="closed"):
+            await waiting
+        del waiting
+        gc.collect()
+        await asyncio.sleep(0.05)
+        assert not [told for told in heard if "engine.py" in told]  # the tests' servers may miss the folder
+
+    run(use, tmp_path, load_ms=300.0)
+
+
+def test_closing_after_an_update_was_abandoned_leaves_no_task_behind(tmp_path: Path) -> None:
+    """As Ctrl-C does: the caller is cancelled first."""
+
+    async def use(d: Drill) -> None:
+        heard: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
+        await d.publish(0)
+        publishing = asyncio.create_task(d.publish(1))
+        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        await asyncio.wait_for(d.engine.close(), 2.0)
+        del publishing
+        gc.collect()
+        await asyncio.sleep(0.05)
+        assert not [told for told in heard if "engine.py" in told]  # the tests' servers may miss the folder
+        assert not [task for task in asyncio.all_tasks() if "VllmEngine" in repr(task)]
+
+    run(use, tmp_path, load_ms=300.0)
+
+
+def test_a_server_that_loads_and_then_says_nothing_holds_the_others_up_once(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        await d.break_generation(default=Fault("hang"), only=0)
+        started = time.perf_counter()
+        await d.publish(1)
+        assert time.perf_counter() - started < 2.0  # of six times serving.unavailable_s
+        found = await d.ask(request(1))
+        assert found.spans[0].version == 1
+
+    run(use, tmp_path, unavailable_s=1.0)
+
+
+def test_adapters_are_not_put_upon_weights_that_another_trainer_sent(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        d.servers[0].label = "18f-aa/3"  # it was trained with whole weights before, and not restarted
+        adapting = engine_over([d.proxies[0].url], tmp_path, d.events, transport="lora")
+        with pytest.raises(ConfigurationError, match="has weights that a trainer sent it"):
+            await adapting.ready()
+        await adapting.close()
+
+    run(use, tmp_path, max_lora_rank=16)
+
+
+def test_tokens_of_adapters_upon_other_weights_are_not_delivered(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        urls = [proxy.url for proxy in d.proxies]
+        lenient = canary()
+        lenient.tolerance = 1e3  # the tests' own servers do not start with weights that the trainer has
+        adapting = engine_over(urls, tmp_path, d.events, transport="lora", canary_=lenient, probe_every_s=60.0)
+        await adapting.ready()
+        await adapting.load_weights(WeightUpdate(0, tensors(0)))
+        assert (await adapting.generate(request(1))).spans[0].version == 0
+        d.servers[0].label = "18f-aa/3"  # another trainer uses the server too
+        for number in range(8):
+            await adapting.generate(request(number))
+        assert d.events.named("retry")[0]["why"].endswith("sampled upon weights '18f-aa/3', which another trainer sent")
+        await adapting.close()
+
+    run(use, tmp_path, max_lora_rank=16)
+
+
+def test_the_first_checksums_are_of_weights_that_the_server_did_not_start_with(tmp_path: Path) -> None:
+    """The first version of a run is what its servers have already: to compare that alone would prove no loading."""
+
+    async def use(d: Drill) -> None:
+        for version, content in enumerate((0, 0, 5, 6)):
+            of_version = {"w": torch.full((2, 3), float(content)), "norm": torch.full((4,), float(content))}
+            await d.engine.load_weights(WeightUpdate(version, of_version))
+        assert [server.calls["/weight_checker"] for server in d.servers] == [3, 3]
+
+    with ThreadPoolExecutor(1) as executor:
+        run(use, tmp_path, checksums=Checksums("float32", executor, always=False))

@@ -39,6 +39,7 @@ from pvg.serving.limits import ConnectionLimits  # noqa: E402
 from pvg.serving.pool import HttpPool  # noqa: E402
 from pvg.weights import SyncTiming, WeightUpdate  # noqa: E402
 from pvg.weights.canary import Canary  # noqa: E402
+from pvg.weights.checksums import Checksums  # noqa: E402
 from pvg.weights.transports import open_transport  # noqa: E402
 
 __all__ = ["Drill", "Fault", "check", "drill", "engine_over", "fingerprint", "process_drill", "request", "run", "until"]
@@ -169,6 +170,8 @@ def engine_over(
     shared: bool = False,
     longest: int = 100,
     key: str = KEY,
+    transport: str = "filesystem",
+    checksums: Checksums | None = None,
     **serving: Any,
 ) -> VllmEngine:
     section = Serving(servers=tuple(urls), **{**QUICK, **serving})
@@ -181,11 +184,14 @@ def engine_over(
         pool=pool,
         control_pool=control,
         controls=[ControlClient(url, control, timeout_s=timeout_s, probe_timeout_s=probe) for url in urls],
-        transport=open_transport(Weights(root=root, keep=2), "drill", None, "float32", session),
+        transport=open_transport(
+            Weights(root=root, keep=2, transport=transport),  # type: ignore[arg-type]
+            *("drill", None, "float32", session),
+        ),
         session=session,
-        needs=Needs(max_length=longest, processed_logprobs=True, lora_rank=0),
+        needs=Needs(max_length=longest, processed_logprobs=True, lora_rank=8 * (transport == "lora")),
         canary=canary_ or canary(),
-        checksums=None,
+        checksums=checksums,
         events=events,
         deadline_s=deadline_s,
     )

@@ -44,11 +44,12 @@ from pvg.rollout.vllm.wire import (
 )
 from pvg.serving.control import ControlClient, Delivery, ServerInfo
 from pvg.serving.labels import Label, Session, salt
-from pvg.serving.pool import HttpPool, Refused, ServerFault, pause_before_retry
+from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.weights import SyncTiming, WeightUpdate
 from pvg.weights.canary import Canary, Expected
 from pvg.weights.checksums import Checksums
+from pvg.weights.transports.transfer import BROKEN
 from pvg.weights.transports.transport import Transport
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class VllmEngine(Engine):
         self._version = UNPUBLISHED
         self._newest: Publication | None = None
         self._caught_up: dict[Server, Delivery] = {}
+        self._update: asyncio.Task[SyncTiming] | None = None  # the newest
         self._labels_in_use: Counter[str] = Counter()
         self._stats = EngineStats()
         self._in_flight = 0
@@ -225,6 +227,9 @@ class VllmEngine(Engine):
     def _spans(self, server: Server, generated: Generated, label: str, version: int) -> tuple[VersionSpan, ...]:
         """The versions of the tokens. Raises StaleWeights for tokens of weights that the server should not have."""
         if self._transport.adapters:
+            for _, text in generated.labels:
+                if _was_sent(text):
+                    raise StaleWeights(server.url, f"sampled upon weights {text!r}, which another trainer sent")
             parsed = Label.parse(label)
             return (VersionSpan(0, parsed.version if parsed else version),)
         spans = []
@@ -251,7 +256,7 @@ class VllmEngine(Engine):
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         """Bring new weights to all servers that live, and prove that they arrived; the others get them when they are
-        back. Once begun it is finished, even if the caller is cancelled.
+        back. Once begun it is finished, even if the caller is cancelled, unless the engine is closed.
 
         Raises StateError for a version that is not above the last, WeightsNotArrivedError when a server has other
         weights than it was sent or all refuse them, ServerUnavailableError when none is there for
@@ -264,7 +269,14 @@ class VllmEngine(Engine):
                 f"The engine has version {self._version} of the weights and was sent version {update.version}.",
                 "Versions only go up.",
             )
-        return await asyncio.shield(asyncio.create_task(self._load(update)))
+        updating = self._update = asyncio.create_task(self._load(update))
+        try:
+            return await asyncio.shield(updating)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if updating.cancelled() and caller is not None and not caller.cancelling():
+                raise StateError("The engine was closed during an update of the weights.") from None
+            raise
 
     async def _load(self, update: WeightUpdate) -> SyncTiming:
         label = Label(self._session, update.version)
@@ -274,10 +286,10 @@ class VllmEngine(Engine):
             staged = time.perf_counter()
             expected = None if self._canary is None else await self._canary.expect(update.tensors, update.version)
             self._newest = Publication(label, update.trace_id, expected)
-            first, self._version = self._version == UNPUBLISHED, update.version
+            self._version = update.version
             delivered = await self._deliver(self._fleet.alive)
             gaps = await self._prove(list(delivered))
-            if self._checksums is not None and (first or self._checksums.always):
+            if self._checksums is not None and self._checksums.due:
                 await self._compare(list(gaps), self._checksums, update)
             delivered = {server: delivery for server, delivery in delivered.items() if server.state != "away"}
             for server in delivered:
@@ -370,7 +382,8 @@ class VllmEngine(Engine):
 
     async def _scored(self, server: Server, ids: Int32, newest: Publication) -> Float32:
         """One sequence, with retries: the server has just been seen to live. Raises the last fault, or
-        WeightsNotArrivedError for a server that refuses to say."""
+        WeightsNotArrivedError for a server that refuses to say. One that is silent is not asked again: whoever wants to
+        update weights waits for this."""
         url, label = server.url + GENERATE, str(newest.label)
         body = prompt_scoring(ids, salt=salt(label), model=self._model(label))
         for attempt in range(1, self._section.retries + 2):
@@ -384,7 +397,7 @@ class VllmEngine(Engine):
                         f"has them: {fault}.",
                         "Look at that server's log, then continue with --resume.",
                     ) from None
-                if attempt > self._section.retries:
+                if attempt > self._section.retries or isinstance(fault, Silent):
                     raise
             await pause_before_retry(attempt, jitter=0.5)
         raise AssertionError("unreachable")
@@ -415,11 +428,15 @@ class VllmEngine(Engine):
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Stop watching, let go of connections and of what the transport holds. Closing twice does nothing."""
+        """Stop watching, give up an update under way, let go of connections and of what the transport holds. Closing
+        twice does nothing."""
         if self._closed:
             return
         self._closed = True
         await self._fleet.close()
+        if self._update is not None:
+            self._update.cancel()
+            await asyncio.gather(self._update, return_exceptions=True)  # its failure: whoever asked for it was told
         await self._transport.close()
         await self._pool.close()
         await self._control_pool.close()
@@ -443,6 +460,12 @@ class VllmEngine(Engine):
                 f"{info.url} gives log-probs of another distribution than it samples from "
                 f"(logprobs mode {info.logprobs_mode!r}).",
                 "Start it with `pvg serve`, or with --logprobs-mode processed_logprobs.",
+            )
+        if needs.lora_rank and _was_sent(info.label):
+            raise ConfigurationError(
+                f"{info.url} has weights that a trainer sent it ({info.label}), and adapters belong to those that it "
+                "was started with.",
+                "Restart it; two runs need servers of their own.",
             )
         if needs.lora_rank > info.max_lora_rank:
             raise ConfigurationError(
@@ -471,3 +494,8 @@ class VllmEngine(Engine):
                 seconds=self._stats.seconds + passed,
             )
         self._in_flight_since = now
+
+
+def _was_sent(label: str) -> bool:
+    """Whether some trainer sent the weights of `label`, whole or in part; else the server was started with them."""
+    return Label.parse(label.removeprefix(BROKEN)) is not None
