@@ -20,7 +20,7 @@ from pvg.experiment import Serving
 from pvg.records import Float32
 from pvg.rollout.vllm.fleet import Fleet, Server, StaleWeights
 from pvg.serving.control import ControlClient, ServerInfo
-from pvg.serving.pool import HttpPool, Refused, ServerFault, pause_before_retry
+from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.verifier.backend import ScoreInput
 from pvg.verifier.served_heads import ServedHead
@@ -118,10 +118,13 @@ class ScoreServers:
         raise self.gave_up(f"Servers were replaced {self._section.retries + 1} times while they scored")
 
     async def ask_one(self, server: Server, inputs: Sequence[ScoreInput], label: str) -> list[Float32]:
-        """What the model on one server says of a few inputs. Raises its last ServerFault after `serving.retries`."""
+        """What the model on one server says of a few inputs. Raises its last ServerFault after `serving.retries`; one
+        that is silent is not asked again, as whoever wants to publish waits for this."""
         for attempt in range(1, self._section.retries + 1):
             try:
                 return await self._exchange(server, inputs, label)
+            except Silent:
+                raise
             except ServerFault:
                 await pause_before_retry(attempt, jitter=0.5)
         return await self._exchange(server, inputs, label)

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,8 @@ class VerifierServing:
                 with span("sync"):
                     await self._open(model, inputs)
                     await self._publish(model, version)
-            self._held, self._holder = version, claim
+            # Without the tensors, which are the model's own: it could not be freed when its owner closes it.
+            self._held, self._holder = replace(version, tensors={}), claim
         return self._held.bias
 
     def forget(self) -> None:

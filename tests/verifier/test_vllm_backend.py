@@ -1,8 +1,11 @@
 """Scores from servers: real HTTP, real weights, the faults of real servers (real vLLM: tests/integration)."""
 
 import asyncio
+import gc
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -568,3 +571,39 @@ def test_servers_that_nobody_asks_are_told():
     assert "serving.verifier_servers" in told
     assert "serving.reference_servers" in told
     assert "serving.reference_servers" in " ".join(oddities(wanted(head="scalar", references=("http://r",))))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_verifier_that_is_closed_is_freed(head, tmp_path, executor):
+    """It may be as large as the GPU has room for, and the next phase opens another."""
+
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            await bench.scorer().score(some(4))
+            places = {parameter.data_ptr() for parameter in bench.model.backbone.parameters()}
+            bench.model.close()
+            gc.collect()
+            held = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+            assert not places & {tensor.data_ptr() for tensor in held}
+
+    asyncio.run(play())
+
+
+def test_a_server_that_does_not_prove_its_weights_in_time_is_not_asked_again(tmp_path, executor, monkeypatch):
+    """Whoever wants to publish waits for it meanwhile."""
+
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", 2) as fakes,
+            Bench(tmp_path, "implicit", executor, [fake.url for fake in fakes]) as bench,
+        ):
+            fakes[0].options = replace(fakes[0].options, token_ms=60_000.0)
+            started = time.perf_counter()
+            await bench.assert_right(bench.scorer(), some(8))
+            assert time.perf_counter() - started < 3.0  # of six times the limit
+
+    monkeypatch.setattr(score_servers, "REPLY_S", 1.0)
+    asyncio.run(play())
