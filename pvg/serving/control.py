@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.serving.labels import Label
@@ -96,10 +96,11 @@ class ControlClient:
                 f"{self.url} speaks protocol {spoken} of pvg's control routes, and this client {PROTOCOL}.",
                 "Start the server with the pvg that trains.",
             )
-        try:
-            return ServerInfo(url=self.url, **{name: found[name] for name in ServerInfo.__slots__ if name != "url"})
-        except KeyError as error:
-            raise Malformed(self.url, f"/pvg/info lacks {error}") from None
+        told = {**found, "url": self.url}
+        for name, kind in get_type_hints(ServerInfo).items():
+            if type(told.get(name)) is not kind:
+                raise Malformed(self.url, f"/pvg/info lacks {name!r}, or tells it as no {kind.__name__}")
+        return ServerInfo(**{name: told[name] for name in ServerInfo.__slots__})
 
     async def load_weights(self, name: str, label: Label, trace: str, *, keep_kv: bool = False) -> Delivery:
         """Have the server load the weights in the folder `name` of its root: paused (requests in flight are kept),

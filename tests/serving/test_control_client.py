@@ -143,6 +143,13 @@ def test_an_incomplete_info_is_malformed() -> None:
         answered_with(lambda _: {"protocol": 1}, {}, lambda control: control.info())
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_model_len", "many"), ("label", None), ("paused", 0)])
+def test_an_info_of_the_wrong_kind_is_malformed(name: str, value: object) -> None:
+    told = FakeVllm(FakeOptions()).info() | {name: value}
+    with pytest.raises(Malformed, match=name):
+        answered_with(lambda _: told, {}, lambda control: control.info())
+
+
 def test_a_hung_engine_is_silent_within_the_time_of_a_probe() -> None:
     async def use(control: ControlClient, server: FakeVllm) -> None:
         server.freeze()

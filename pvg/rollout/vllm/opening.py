@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,13 +78,14 @@ def open_vllm_engine(
 
 
 def _limits(experiment: Experiment) -> ConnectionLimits:
-    """Of generation's pool. With the shared client, updates and probes go through it too, and are not counted: that
-    this makes them wait is what `weights.client = "dedicated"` is for."""
+    """Of generation's pool: one server may get all requests, when the others are away, and each the canary's beside
+    them. With the shared client, updates and probes go through it too, and are not counted: that this makes them wait
+    is what `weights.client = "dedicated"` is for."""
     serving, concurrency = experiment.serving, experiment.rollout.concurrency
     hosts = len(serving.servers)
     if serving.connections is None:
-        limits = ConnectionLimits.derive(concurrency, hosts)
+        limits = replace(ConnectionLimits.derive(concurrency + hosts * experiment.weights.canary_prompts), hosts=hosts)
     else:
-        limits = ConnectionLimits(serving.connections, -(-serving.connections // hosts), hosts)
+        limits = ConnectionLimits(serving.connections, serving.connections, hosts)
     limits.assert_covers(concurrency)
     return limits
