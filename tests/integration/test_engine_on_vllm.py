@@ -1,0 +1,243 @@
+"""The engine and its faults against real vLLM servers: killed and restarted, frozen, abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from served_games import Served, free_port, serving
+
+from pvg.experiment import Experiment, find_experiment, load_experiment
+from pvg.game.players import Players
+from pvg.game.roles import prompt_renderer
+from pvg.records import Int32, Role
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.vllm.engine import VllmEngine
+from pvg.serving.limits import ConnectionLimits
+from pvg.serving.pool import HttpPool
+from pvg.tasks import open_task
+from pvg.tasks.halves import problems_of_half
+from pvg.telemetry.events import Events
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Kept(Events):
+    def __init__(self) -> None:
+        self.kept: list[dict[str, object]] = []
+
+    def event(self, tag: str, **fields: object) -> None:
+        self.kept.append(fields)
+
+    def named(self, name: str) -> list[dict[str, object]]:
+        return [fields for fields in self.kept if fields["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    with serving(folder, "serving.max_num_seqs=64") as running:
+        yield running
+
+
+def experiment(folder: Path, *urls: str, **settings: object) -> Experiment:
+    told = [f"weights.root={folder / 'weights'}", f"serving.servers={','.join(urls)}", "rollout.engine=vllm"]
+    told += ["serving.probe_every_s=0.5", "serving.probe_timeout_s=4", "rollout.concurrency=256"]
+    told += [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+    return load_experiment(find_experiment("modchain", Path("experiments")), told)
+
+
+def run(setting: Experiment, play: Callable[[Players, Kept], Awaitable[None]]) -> None:
+    async def opened() -> None:
+        kept = Kept()
+        players = Players(setting, open_task(setting.task), kept, run="drill")
+        try:
+            await players.ready()
+            await play(players, kept)
+        finally:
+            await players.close()
+
+    asyncio.run(opened())
+
+
+def prompts(players: Players, count: int) -> list[Int32]:
+    render = prompt_renderer(players.experiment.rollout.prompts, players.base.tokenizer)
+    problems = problems_of_half(players.task, "prover")[:count]
+    return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
+
+
+def requests(players: Players, count: int, tokens: int = 24, temperature: float = 1.0) -> list[GenerationRequest]:
+    """Of fixed length: nothing stops them early."""
+    sampling = Sampling(max_tokens=tokens, stop_ids=(), temperature=temperature)
+    asked = prompts(players, min(count, 64))
+    return [GenerationRequest(f"r{i}", asked[i % len(asked)], sampling, seed=i) for i in range(count)]
+
+
+async def all_of(players: Players, wanted: list[GenerationRequest]) -> list[Completion]:
+    found = await asyncio.gather(*map(players.engine.generate, wanted))
+    assert [completion.request_id for completion in found] == [request.id for request in wanted]
+    assert all(
+        len(completion.token_ids) == request.sampling.max_tokens
+        for completion, request in zip(found, wanted, strict=True)
+    )
+    return list(found)
+
+
+def moved(players: Players, scale: float) -> dict[str, torch.Tensor]:
+    """Weights that differ from the base prover's."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: tensor + scale * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in players.base.weights().items()
+    }
+
+
+def teacher_forced(players: Players, request: GenerationRequest, completion: Completion) -> np.ndarray:
+    """The log-probs of a completion's tokens under the base prover, at the request's temperature."""
+    ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = players.base.module(input_ids=ids[None]).logits[0].float() / request.sampling.temperature
+    start = len(request.prompt_ids)
+    chosen = logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[start:, None])
+    return chosen[:, 0].numpy()
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_sampled(folder: Path, server: Served) -> None:
+    async def play(players: Players, kept: Kept) -> None:
+        wanted = requests(players, 16, temperature=0.6)
+        for request, completion in zip(wanted, await all_of(players, wanted), strict=True):
+            np.testing.assert_allclose(completion.logprobs, teacher_forced(players, request, completion), atol=1e-3)
+
+    run(experiment(folder, server.url, rollout__temperature=0.6), play)
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(folder: Path, server: Served) -> None:
+    async def play(players: Players, kept: Kept) -> None:
+        eos = players.base.tokenizer.eos_id
+        sampling = Sampling(max_tokens=48, stop_ids=(eos,))
+        wanted = [GenerationRequest(f"r{i}", p, sampling, i) for i, p in enumerate(prompts(players, 32))]
+        found = await asyncio.gather(*map(players.engine.generate, wanted))
+        stopped = [completion for completion in found if completion.finish_reason == "stop"]
+        assert len(stopped) > 16
+        for completion in stopped:
+            assert completion.token_ids[-1] == eos
+            assert eos not in completion.token_ids[:-1]
+
+    run(experiment(folder, server.url), play)
+
+
+def test_an_update_in_mid_flight_leaves_every_token_with_the_version_that_sampled_it(
+    folder: Path, server: Served
+) -> None:
+    async def play(players: Players, kept: Kept) -> None:
+        halfway = asyncio.Event()
+        sampling, asked = Sampling(max_tokens=100, stop_ids=()), prompts(players, 64)
+        wanted = [  # more than the server decodes together, so that many are still under way when the weights come
+            GenerationRequest(f"r{i}", asked[i % 64], sampling, i, on_tokens=lambda n: halfway.set() if n > 5 else None)
+            for i in range(256)
+        ]
+        running = asyncio.create_task(all_of(players, wanted))
+        await halfway.wait()
+        await players.publish(moved(players, 0.05), 1)
+        found = await running
+        both = [completion for completion in found if [span.version for span in completion.spans] == [0, 1]]
+        assert both, [completion.spans for completion in found]
+        for completion in both[:8]:
+            old = completion.spans[1].start
+            request = wanted[int(completion.request_id[1:])]
+            expected = teacher_forced(players, request, completion)
+            np.testing.assert_allclose(completion.logprobs[:old], expected[:old], atol=1e-3)
+            assert np.abs(completion.logprobs[old:] - expected[old:]).max() > 1e-2
+
+    run(experiment(folder, server.url), play)
+
+
+def test_abandoned_requests_leave_nothing_running(folder: Path, server: Served) -> None:
+    async def play(players: Players, kept: Kept) -> None:
+        tasks = [asyncio.create_task(players.engine.generate(request)) for request in requests(players, 64, 100)]
+        pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0)
+        await until(lambda: running_requests(pool, server.url), lambda count: count > 0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: running_requests(pool, server.url), lambda count: count == 0)
+        await pool.close()
+
+    run(experiment(folder, server.url), play)
+
+
+def test_a_server_killed_and_restarted_with_its_old_weights_is_caught_up(folder: Path) -> None:
+    port = free_port()
+    first = serving(folder, port=port)
+    old = first.__enter__()
+
+    async def play(players: Players, kept: Kept) -> None:
+        engine = players.engine
+        assert isinstance(engine, VllmEngine)
+        await players.publish(moved(players, 0.05), 1)
+        running = asyncio.create_task(all_of(players, requests(players, 48, 100)))
+        await asyncio.sleep(0.2)
+        old.kill()
+        await asyncio.to_thread(first.__exit__, None, None, None)
+        second = serving(folder, port=port)
+        await asyncio.to_thread(second.__enter__)
+        try:
+            for completion in await running:  # asked again of the server that is back
+                assert {span.version for span in completion.spans} == {1}
+            for completion in await all_of(players, requests(players, 8)):
+                assert {span.version for span in completion.spans} == {1}
+        finally:
+            await asyncio.to_thread(second.__exit__, None, None, None)
+        assert {line["server"] for line in kept.named("server.away")} == {old.url}
+        assert len(kept.named("canary")) == 3  # the base, version 1, and version 1 again after the restart
+
+    run(experiment(folder, old.url, serving__unavailable_s=300), play)
+
+
+def test_a_frozen_server_is_given_up_and_taken_back_when_it_thaws(folder: Path, server: Served) -> None:
+    with serving(folder) as other:
+        frozen = [psutil.Process(other.pid), *psutil.Process(other.pid).children(recursive=True)]
+
+        async def play(players: Players, kept: Kept) -> None:
+            running = asyncio.create_task(all_of(players, requests(players, 96, 100)))
+            await asyncio.sleep(0.1)
+            for process in frozen:
+                os.kill(process.pid, signal.SIGSTOP)
+            try:
+                await running
+                assert [line["server"] for line in kept.named("server.away")] == [other.url]
+                await players.publish(moved(players, 0.05), 1)  # while it is away
+            finally:
+                for process in frozen:
+                    os.kill(process.pid, signal.SIGCONT)
+            await until(lambda: asyncio.sleep(0, len(kept.named("server.up"))), lambda count: count == 3)
+            assert kept.named("server.up")[-1]["server"] == other.url
+            for completion in await all_of(players, requests(players, 64)):
+                assert {span.version for span in completion.spans} == {1}
+
+        run(experiment(folder, server.url, other.url), play)
+
+
+async def running_requests(pool: HttpPool, url: str) -> float:
+    text = (await pool.request("GET", f"{url}/metrics", timeout_s=30.0)).body.decode()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+async def until(look: Callable[[], Awaitable[float]], enough: Callable[[float], bool]) -> None:
+    for _ in range(1200):
+        if enough(await look()):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not come to that within a minute")
