@@ -17,6 +17,7 @@ from cli.options import RunsOption, SetOption
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
+    from pvg.bench.servers import OnServer
     from pvg.bench.variants import Plan
 
 REPORTS = Path("bench")  # where reports go without --out
@@ -57,6 +58,14 @@ def bench(
         typer.Option("--replay", metavar="RUN", help="Take the work from a recorded run (rollout, trainer)."),
     ] = None,
     runs: RunsOption = Path("runs"),
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL; repeatable."),
+    ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Measure on a vLLM server started for it; on one for each variant if need be."),
+    ] = False,
     repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Samples per variant.")] = None,
     warmup: Annotated[int | None, typer.Option("--warmup", min=0, help="Samples before them, not kept.")] = None,
     out: Annotated[
@@ -77,19 +86,30 @@ def bench(
     from pvg.store.run_directory import RunDirectory
 
     if profile is None:
-        if overrides or sweep or ablate or replay or out:
+        if overrides or sweep or ablate or replay or out or server or serve:
             raise UsageError("There is no --profile to measure.", "List them with: pvg bench")
         _list_profiles(as_json)
         return
     given = list(overrides or [])
     given += [f"{key}={value}" for key, value in (("repeats", repeats), ("warmup", warmup)) if value is not None]
     recorded = RunDirectory.open(replay, runs) if replay is not None else None
-    plan = plan_bench(profile, given, sweep=sweep, ablate=ablate, interleave=interleave, replay=recorded)
+    urls = [url for given_url in server or [] for url in given_url.split(",")]
+    plan = plan_bench(
+        profile,
+        given,
+        sweep=sweep,
+        ablate=ablate,
+        interleave=interleave,
+        replay=recorded,
+        server_urls=urls,
+        serve=serve,
+    )
     path = _output(out, plan)
-    command = _command(profile, given, sweep, ablate, interleave, replay, runs, out)
+    on_servers = [word for url in urls for word in ("--server", url)] + (["--serve"] if serve else [])
+    command = _command(profile, given, sweep, ablate, interleave, replay, runs, on_servers, out)
     try:
-        with _progress(plan) as on_sample:
-            result = run_plan(plan, command=command, on_sample=on_sample)
+        with _progress(plan) as (on_sample, on_server):
+            result = run_plan(plan, command=command, on_sample=on_sample, on_server=on_server)
         write_report(_made(path), result.report)
     except KeyboardInterrupt:
         say("Stopped. No report was written.")
@@ -191,10 +211,12 @@ def _command(
     interleave: bool | None,
     replay: str | None,
     runs: Path,
+    on_servers: list[str],
     out: Path | None,
 ) -> str:
     """What was typed, in one spelling."""
     words = ["pvg", "bench", "--profile", profile]
+    words += on_servers
     for override in overrides:
         words += ["--set", override]
     if sweep is not None:
@@ -241,16 +263,16 @@ def _earlier(path: Path, report: BenchReport) -> Path | None:
 
 
 @contextmanager
-def _progress(plan: Plan) -> Iterator[OnSample]:
-    """A bar on a terminal, a line for each sample elsewhere. Drawn between samples only, by no thread of its own:
-    nothing of it runs while something is measured."""
+def _progress(plan: Plan) -> Iterator[tuple[OnSample, OnServer]]:
+    """A bar on a terminal, a line for each sample elsewhere, and a line for each server that is started. Drawn between
+    samples only, by no thread of its own: nothing of it runs while something is measured."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from cli.output import stderr
 
     console = stderr()
     if not console.is_terminal or console.is_dumb_terminal:
-        yield _plain_line
+        yield _plain_line, say
         return
     columns = (
         TextColumn("{task.description}"),
@@ -267,7 +289,7 @@ def _progress(plan: Plan) -> Iterator[OnSample]:
             described = "  ".join(part for part in (plan.base.profile.name, taken.label, stage) if part)
             progress.update(task, advance=1, description=described, refresh=True)
 
-        yield on_sample
+        yield on_sample, lambda line: progress.console.print(line, highlight=False, soft_wrap=True)
 
 
 def _plain_line(taken: SampleTaken) -> None:

@@ -55,8 +55,27 @@ class Rung(Section):
         return self
 
 
+class Value(Section):
+    """One variant of a profile's own sweep: what it sets, and its label: that of its first setting, KEY=VALUE, with
+    whatever tells it from others of the same value behind it."""
+
+    label: str
+    says: str = ""
+    changes: dict[str, Any] = Field(alias="set", min_length=1)
+
+    @model_validator(mode="after")
+    def _is_labelled(self) -> Value:
+        if "=" not in self.label:
+            raise ValueError(f"the label {self.label!r} of a [[sweep]] is not of the form KEY=VALUE")
+        return self
+
+
 class Profile(Section):
-    """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare."""
+    """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare.
+
+    `sweep` is measured where nothing else is asked for; `on_servers` names the profile that takes this one's place
+    where the engine is vLLM.
+    """
 
     profile: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # reports' files begin with it
@@ -68,6 +87,8 @@ class Profile(Section):
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
+    sweep: tuple[Value, ...] = Field(default=(), strict=False)
+    on_servers: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +115,7 @@ class BenchSettings:
     def plain(self) -> dict[str, Any]:
         """The resolved configuration, as JSON data: of the profile, and of the experiment."""
         profile = self.profile.model_dump(mode="json", by_alias=True) | {"workload": dict(self.workload)}
+        profile = {key: value for key, value in profile.items() if key not in ("sweep", "on_servers") or value}
         return {"profile": profile, "experiment": self.experiment.plain()} | (
             {"replay": self.replay.name} if self.replay else {}
         )
@@ -150,7 +172,7 @@ def settings_of(
     source = find_experiment(profile.experiment) if replay is None else replay.experiment_file
     data = read_toml(source, "experiment")
     origins: dict[str, str] = {}
-    for change in [*_flattened(profile.changes, origin), *changes]:
+    for change in [*flattened(profile.changes, origin), *changes]:
         origins[change.key] = change.origin
         if change.key in OWN_KEYS:
             own[change.key] = change.value
@@ -176,11 +198,11 @@ def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> Setting
         raise _explained(error, known, WORKLOAD, lambda key: settings.origins.get(key, where)) from None
 
 
-def _flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[Change]:
+def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[Change]:
     """`"rollout.max_rows" = 8` and `rollout.max_rows = 8` mean the same in [set], though not to TOML."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flattened(value, origin, f"{prefix}{key}.")
+            yield from flattened(value, origin, f"{prefix}{key}.")
         else:
             yield Change(f"{prefix}{key}", value, f"[set] of {origin}")
 

@@ -1,69 +1,40 @@
-"""One call of `pvg bench`: which variants it measures, in which order, and the report of it.
+"""One call of `pvg bench`: its variants measured in their order, and the report of them.
 
-    plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")
+    plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")     # pvg.bench.planning
     result = run_plan(plan, command="pvg bench ...")
-
-A plain bench has one variant, a sweep one for each value, an ablation one for each rung of the profile's ladder: first
-all switches slow, then one after the other fast, each rung keeping those before it.
 
 The variants run one after the other, or interleaved: all are open at once, and their samples are taken in turn. On a
 machine that others use too, its speed drifts over the minutes of a run; one after the other, that drift looks like a
 difference between variants, in turn it hits all of them alike. The price is that all models are in memory at once, so
-it is the default only for an ablation of models that come with pvg, which are small.
+it is the default only for an ablation of models that come with pvg, which are small. Variants on vLLM servers are never
+interleaved: a server has one set of weights, and belongs to the session that published last.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, TypeVar
+from itertools import groupby
+from typing import Any, TypeVar
 
+from pvg.bench import servers
 from pvg.bench.environment import read_environment, torch_threads
-from pvg.bench.profile import OWN_KEYS, BenchSettings, Change, find_profile, parse_overrides, read_profile, settings_of
+from pvg.bench.planning import Choice, Kind, Plan, is_served, plan_bench
+from pvg.bench.profile import BenchSettings
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.runner import WALL, OnSample, Trial, run_trials
-from pvg.bench.workloads import REPLAYING, WORKLOADS, WorkloadTable
-from pvg.errors import ConfigurationError, UsageError
-from pvg.experiment import Experiment, nearest, parse_list
-from pvg.store.run_directory import RunDirectory
+from pvg.bench.runner import OnSample, Trial, run_trials
+from pvg.errors import ConfigurationError, PvgError
+from pvg.experiment import Experiment
+from pvg.serving.control import ServerInfo
 from pvg.telemetry.spans import DeviceClock
 
-Kind = Literal["bench", "sweep", "ablation"]
+__all__ = ["Choice", "Plan", "Result", "common_work", "on_loop", "plan_bench", "run_plan"]
+
 T = TypeVar("T")
-
-# Settings of the whole process: variants that differ in them cannot be open at once.
-PROCESS_WIDE = frozenset({"models.threads", "telemetry.event_loop"})
-ALL_SLOW = "all slow"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One variant to measure. `says` is what its last switch does."""
-
-    label: str
-    overrides: dict[str, Any]
-    settings: BenchSettings
-    says: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one call measures; `base` are the settings without any variant's own."""
-
-    kind: Kind
-    base: BenchSettings
-    choices: tuple[Choice, ...]
-    interleave: bool
-    table: WorkloadTable = field(default_factory=lambda: WORKLOADS)
-
-    @property
-    def samples(self) -> int:
-        """How many samples are taken in all, the warm-up's among them."""
-        return len(self.choices) * (self.base.profile.warmup + self.base.profile.repeats)
 
 
 @dataclass(frozen=True)
@@ -74,127 +45,6 @@ class Result:
     exit_code: int
 
 
-# --- planning --------------------------------------------------------------------------------------------------------
-
-
-def plan_bench(
-    name: str,
-    overrides: Sequence[str] = (),
-    *,
-    sweep: str | None = None,
-    ablate: bool = False,
-    interleave: bool | None = None,
-    replay: RunDirectory | None = None,
-    table: WorkloadTable = WORKLOADS,
-) -> Plan:
-    """Resolve every variant, and make each workload once, so that what is wrong with one is known before any runs.
-
-    `interleave`: None chooses (see above). Raises UsageError and ConfigurationError.
-    """
-    path = find_profile(name)
-    profile, origin, given = read_profile(path), str(path), parse_overrides(overrides)
-    _check_workload(profile.profile, origin, replay, table)
-    if sweep is not None and ablate:
-        raise UsageError("--sweep and --ablate contradict each other.", "Call pvg bench once for each.")
-    settle = partial(settings_of, profile, origin, replay=replay)
-    base = settle(given)
-    kind: Kind = "bench"
-    choices = [Choice("", {}, base)]
-    if sweep is not None:
-        kind, changes = "sweep", _swept(sweep, given)
-        choices = [Choice(_label(change), {change.key: change.value}, settle([*given, change])) for change in changes]
-    elif ablate:
-        kind = "ablation"
-        choices = [
-            Choice(label, {change.key: change.value for change in state}, settle([*given, *state]), says)
-            for label, state, says in _ladder(base, origin, given)
-        ]
-    for choice in choices:
-        _check_headline(table[profile.profile](choice.settings).measures, base)
-    return Plan(kind, base, tuple(choices), _interleaved(kind, choices, interleave), table)
-
-
-def _check_workload(workload: str, origin: str, replay: RunDirectory | None, table: WorkloadTable) -> None:
-    if workload not in table:
-        hint = nearest(workload, list(table))
-        raise ConfigurationError(
-            f"There is no workload {workload!r} ({origin})." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Known: {', '.join(table)}.",
-        )
-    if replay is not None and workload not in REPLAYING:
-        raise UsageError(
-            f"The workload {workload!r} makes its own work; it cannot replay a run.",
-            f"--replay goes with {' and '.join(sorted(REPLAYING))}.",
-        )
-
-
-def _check_headline(measures: Any, base: BenchSettings) -> None:
-    headline, known = base.profile.headline, [WALL, *measures]
-    if headline not in known:
-        raise ConfigurationError(
-            f"Profile {base.profile.name!r} has the headline {headline!r}, which its workload does not measure.",
-            f"It measures {', '.join(known)}.",
-        )
-
-
-def _swept(sweep: str, given: Sequence[Change]) -> list[Change]:
-    """`key=a,b,c` -> one change for each value."""
-    key, values = parse_list(sweep)
-    if key in OWN_KEYS:
-        raise UsageError(f"--sweep {key}: the variants of one report have the same {key}.", f"Use --set {key}=...")
-    if any(change.key == key for change in given):
-        raise UsageError(f"{key} is both set and swept.", "Leave out one of --set and --sweep.")
-    changes = [Change(key, value, f"--sweep {sweep}") for value in values]
-    labels = [_label(change) for change in changes]
-    repeated = next((label for label in labels if labels.count(label) > 1), None)
-    if repeated:
-        raise UsageError(f"--sweep {sweep!r} names {repeated} twice.")
-    return changes
-
-
-def _ladder(base: BenchSettings, origin: str, given: Sequence[Change]) -> list[tuple[str, list[Change], str]]:
-    """For each variant, slowest first: its label, the state of all switches, and what its last switch does."""
-    rungs = base.profile.ladder
-    if not rungs:
-        raise UsageError(f"The profile {base.profile.name!r} has no ladder to climb.", "Add [[ladder]] to its file.")
-    for change in given:
-        if any(change.key == rung.switch for rung in rungs):
-            raise UsageError(f"{change.key} is a switch of the ladder, which --ablate sets.", f"Drop {change.origin}.")
-    state: dict[str, Change] = {}
-    for rung in rungs:
-        state.setdefault(rung.switch, Change(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
-    variants = [(ALL_SLOW, list(state.values()), "")]
-    for rung in rungs:
-        fast = Change(rung.switch, rung.fast, f"[[ladder]] of {origin}")
-        state[rung.switch] = fast
-        variants.append((_label(fast), list(state.values()), rung.says))
-    return variants
-
-
-def _label(change: Change) -> str:
-    value = change.value
-    return f"{change.key}={str(value).lower() if isinstance(value, bool) else value}"
-
-
-def _interleaved(kind: Kind, choices: Sequence[Choice], wanted: bool | None) -> bool:
-    tied = sorted({key for choice in choices for key in choice.overrides} & PROCESS_WIDE)
-    if wanted and tied:
-        raise UsageError(
-            f"{' and '.join(tied)} belongs to the whole process: variants that differ in it cannot be interleaved.",
-            "Drop --interleave.",
-        )
-    if kind == "bench" or tied:
-        return False
-    if wanted is not None:
-        return wanted
-    models = choices[0].settings.experiment.models
-    small = all(model.source.startswith("embedded:") for model in (models.prover, models.verifier))
-    return kind == "ablation" and small
-
-
-# --- running ---------------------------------------------------------------------------------------------------------
-
-
 def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
     """One compute thread for all variants that take turns: with one each, every one of them would be slowed down by the
     mere presence of the others."""
@@ -203,31 +53,24 @@ def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
     return compute_executor(experiment.models.threads)
 
 
-def run_plan(plan: Plan, *, command: str, on_sample: OnSample | None = None) -> Result:
-    """Measure every variant. A workload's PvgError fails its variant; any other exception surfaces, as does Ctrl-C."""
+def run_plan(
+    plan: Plan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
+) -> Result:
+    """Measure every variant. A workload's PvgError fails its variant; any other exception surfaces, as does Ctrl-C.
+
+    Raises what is wrong with servers that should be there (pvg.bench.servers.look), before anything is measured.
+    `on_server` is told of those that are started.
+    """
     profile, experiment = plan.base.profile, plan.base.experiment
     created = datetime.now(UTC).isoformat(timespec="seconds")
     environment = read_environment(experiment.telemetry.event_loop)
-    clock = _device_clock(plan.base, environment.gpu)
-    executor = _shared_executor(experiment) if plan.interleave else None
-    trials = [
-        Trial(
-            partial(plan.table[profile.profile], replace(choice.settings, executor=executor)),
-            warmup=profile.warmup,
-            repeats=profile.repeats,
-            label=choice.label,
-            overrides=choice.overrides,
-            on_sample=on_sample,
-            device_clock=clock,
-        )
-        for choice in plan.choices
-    ]
-    if executor is not None:
-        with executor:
-            on_loop(experiment.telemetry.event_loop, run_trials(trials))
+    trial = partial(_trial, plan, on_sample, _device_clock(plan.base, environment.gpu))
+    infos: list[ServerInfo] = []
+    if plan.serve:
+        trials = _run_on_own_servers(plan, trial, infos, on_server)
     else:
-        for trial, choice in zip(trials, plan.choices, strict=True):
-            on_loop(choice.settings.experiment.telemetry.event_loop, run_trials([trial]))
+        infos = _look_at_servers(plan)
+        trials = _run_interleaved(plan, trial) if plan.interleave else _run_one_by_one(plan, trial)
     variants, works = _results(trials, plan.kind)
     reason = next(
         (f"{variant.label}: {variant.reason}".removeprefix(": ") for variant in variants if variant.reason), ""
@@ -240,15 +83,100 @@ def run_plan(plan: Plan, *, command: str, on_sample: OnSample | None = None) -> 
         reason=reason,
         created=created,
         command=command,
-        config=plan.base.plain() | ({} if plan.kind == "bench" else {"interleave": plan.interleave}),
+        config=plan.base.plain()
+        | ({} if plan.kind == "bench" else {"interleave": plan.interleave})
+        | ({"servers": servers.told(infos)} if infos else {}),
         work=common_work(works),
-        environment=environment.model_copy(update={"threads": torch_threads()}),
+        environment=environment.model_copy(
+            update={"threads": torch_threads(), "vllm": servers.versions(infos) or environment.vllm}
+        ),
         warmup=profile.warmup,
         repeats=profile.repeats,
         variants=variants,
     )
     failed = next((trial.error for trial in trials if trial.error is not None), None)
     return Result(report, failed.exit_code if failed is not None else 0)
+
+
+# `executor` of the compute thread, and the experiment that the choice's workload gets; None: its own of both.
+MakeTrial = Callable[[Choice, Executor | None, Experiment | None], Trial]
+
+
+def _trial(
+    plan: Plan,
+    on_sample: OnSample | None,
+    clock: DeviceClock | None,
+    choice: Choice,
+    executor: Executor | None,
+    experiment: Experiment | None,
+) -> Trial:
+    profile = plan.base.profile
+    settings = replace(choice.settings, executor=executor, experiment=experiment or choice.settings.experiment)
+    return Trial(
+        partial(plan.table[profile.profile], settings),
+        warmup=profile.warmup,
+        repeats=profile.repeats,
+        label=choice.label,
+        overrides=choice.overrides,
+        on_sample=on_sample,
+        device_clock=clock,
+    )
+
+
+def _run_interleaved(plan: Plan, trial: MakeTrial) -> list[Trial]:
+    experiment = plan.base.experiment
+    with _shared_executor(experiment) as executor:
+        trials = [trial(choice, executor, None) for choice in plan.choices]
+        on_loop(experiment.telemetry.event_loop, run_trials(trials))
+    return trials
+
+
+def _run_one_by_one(plan: Plan, trial: MakeTrial) -> list[Trial]:
+    trials = []
+    for choice in plan.choices:
+        trials.append(trial(choice, None, None))
+        on_loop(choice.settings.experiment.telemetry.event_loop, run_trials(trials[-1:]))
+    return trials
+
+
+def _run_on_own_servers(
+    plan: Plan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
+) -> list[Trial]:
+    """Neighbours that can share a server do. What the servers are is added to `infos`; one that does not start fails
+    the variants that it was for."""
+
+    async def measure(choices: Sequence[Choice]) -> list[Trial]:
+        trials: list[Trial] = []
+        try:
+            async with servers.own_server(choices[0].settings.experiment, on_server) as served:
+                infos.extend(await servers.look(served))
+                for choice in choices:
+                    own = servers.with_servers(choice.settings.experiment, served.serving.servers)
+                    trials.append(trial(choice, None, own))
+                    await run_trials(trials[-1:])
+        except PvgError as error:
+            for choice in choices[len(trials) :]:
+                trials.append(trial(choice, None, None))
+                trials[-1].error = error
+        return trials
+
+    done: list[Trial] = []
+    for _, group in groupby(plan.choices, key=lambda choice: servers.start_settings(choice.settings.experiment)):
+        choices = list(group)
+        done += on_loop(choices[0].settings.experiment.telemetry.event_loop, measure(choices))
+    return done
+
+
+def _look_at_servers(plan: Plan) -> list[ServerInfo]:
+    """What the servers say of themselves, each once."""
+    given = [key for key, origin in plan.base.origins.items() if origin.startswith("--set")]
+    found: dict[str, ServerInfo] = {}
+    for choice in filter(is_served, plan.choices):
+        experiment = choice.settings.experiment
+        if not set(experiment.serving.servers) <= found.keys():
+            infos = on_loop("asyncio", servers.look(experiment, given))
+            found |= dict(zip(experiment.serving.servers, infos, strict=True))
+    return list(found.values())
 
 
 class OtherWorkError(ConfigurationError):

@@ -235,7 +235,8 @@ def test_work_that_all_share_stands_once() -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped_directories("profiles")[0].glob("*.toml")))
 def test_every_shipped_profile_and_its_ladder_can_be_planned(name: str) -> None:
     plan = plan_bench(name)
-    assert plan.samples == plan.base.profile.warmup + plan.base.profile.repeats
+    variants = len(plan.base.profile.sweep) or 1
+    assert plan.samples == variants * (plan.base.profile.warmup + plan.base.profile.repeats)
     if plan.base.profile.ladder:
         assert len(plan_bench(name, ablate=True).choices) == len(plan.base.profile.ladder) + 1
 

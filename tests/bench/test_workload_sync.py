@@ -13,8 +13,9 @@ import torch
 
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
-from pvg.bench.workloads import sync
-from pvg.bench.workloads.sync import Streams, SyncWorkload, Update
+from pvg.bench.workloads import sync, sync_load
+from pvg.bench.workloads.sync import SyncWorkload
+from pvg.bench.workloads.sync_load import Streams, Update
 from pvg.errors import ConfigurationError
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
 from pvg.weights import SyncTiming, WeightUpdate
@@ -147,13 +148,13 @@ def test_the_queue_time_is_set_against_the_batch_that_ran() -> None:
 
 def test_percentiles_of_hand_made_updates() -> None:
     updates = [Update(0.0, 0, SyncTiming(i, wall_ms=float(i), rpc_ms=float(i) / 2)) for i in range(1, 102)]
-    found = sync._times("idle", updates)
+    found = sync_load.times("idle", updates)
     assert [found[f"idle_wall_p{p}_ms"] for p in (50, 95, 99)] == [51.0, 96.0, 100.0]
     assert [found[f"idle_queue_p{p}_ms"] for p in (50, 95, 99)] == [25.5, 48.0, 50.0]
 
 
 def test_updates_come_at_all_moments_of_a_batch() -> None:
-    moments = np.sort([number * sync.GOLDEN % 1 for number in range(1, 21)])
+    moments = np.sort([number * sync_load.GOLDEN % 1 for number in range(1, 21)])
     gaps = np.diff([0.0, *moments, 1.0])
     assert gaps.max() < 2 / 20  # no twentieth of a batch is left out by more than its neighbour
 

@@ -38,3 +38,6 @@ WORKLOADS: WorkloadTable = {
 
 # The workloads that can take their work from a recorded run (`--replay RUN`).
 REPLAYING = frozenset({"rollout", "trainer"})
+
+# The workloads that measure what vLLM servers do (`--server URL`, `--serve`).
+SERVED = frozenset({"rollout", "sync", "e2e"})

@@ -2,10 +2,17 @@
 
     pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
     pvg bench --profile rollout --replay RUN       # the prompts of a run, against a trainer that only sleeps
+    pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
 
 Each request has a seed of its own, the same in every sample: what is sampled depends neither on the batches nor on the
 samples before, up to floating-point ties. So the work is told by the orders, not by the tokens that came of them; those
 are in `derived`.
+
+Servers compute in batches of their own choice, and a token that two ways of rounding disagree on changes all after
+it. So on servers lengths are better fixed (`workload.fixed_length`): nothing ends a completion early, and every sample
+is of equal work. `workload.prompt_tokens` makes prompts of so many random tokens, where the task's are too short to
+have a beginning worth sharing. Before each sample the weights are published again, which empties the servers' prefix
+caches: what is shared is shared within the sample.
 
 With `--replay` the trainer's part of the game is slept away: after each batch for as long as the run's trainer took for
 its steps on it. Rates of tokens are those of the sampling, rollouts per second and the trainer's idle share those of
@@ -18,24 +25,27 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.runner import RESET
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
 from pvg.experiment import Count, Section
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
-from pvg.game.seeds import seed_for
+from pvg.game.seeds import generator_for, seed_for
 from pvg.records import Group
-from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.engine import EngineStats
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.engine import EngineStats, Sampling
 from pvg.tasks import Task, open_task
 from pvg.telemetry.spans import span
+
+FIRST_PLAIN = 3  # ids below are often those of special tokens
 
 MEASURES = {
     "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of sampling"),
@@ -47,14 +57,21 @@ MEASURES = {
     "group_straggle_s": Measure("s", "lower", "from a group's first finished rollout to its last: mean over groups"),
     "engine_batch": Measure("rows", "higher", "rows decoded together, mean over the engine's batches"),
 }
+ON_SERVERS = {
+    "engine_batch": Measure("rows", "higher", "requests in flight, mean over the time of sampling"),
+    "prefix_share": Measure("1", "higher", "share of the prompt tokens that came from a prefix cache"),
+}
 IDLE = {"trainer_idle": Measure("1", "lower", "share of the wall time in which the trainer would have waited")}
 
 
 class Settings(Section):
-    """The `[workload]` table. `rollouts` and `seed` are for fixed prompts; `batches`, for a replay, is how many of the
-    run's batches a sample goes through (at most, evenly spread over the run)."""
+    """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts; `batches`, for a replay, is
+    how many of the run's batches a sample goes through (at most, evenly spread over the run). `fixed_length`: every
+    completion has rollout.max_tokens tokens."""
 
     rollouts: Count = 256
+    prompt_tokens: Count | None = None  # random ones; None: the task's prompts
+    fixed_length: bool = False
     seed: int = 0
     batches: Count = 4
 
@@ -80,7 +97,10 @@ class RolloutWorkload:
     def __init__(self, settings: BenchSettings, own: Settings) -> None:
         self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
         self._executor = settings.executor
-        self.measures: Mapping[str, Measure] = MEASURES | IDLE if settings.replay else MEASURES
+        self._on_servers = settings.experiment.rollout.engine == "vllm"
+        self.measures: Mapping[str, Measure] = (
+            MEASURES | (ON_SERVERS if self._on_servers else {}) | (IDLE if settings.replay else {})
+        )
         self._counted = Counts()
 
     async def open(self) -> None:
@@ -89,13 +109,20 @@ class RolloutWorkload:
         async with AsyncExitStack() as stack:
             self._players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(self._players.close)
+            await self._players.ready()
+            self._dispatcher = self._players.dispatcher
+            if self._own.fixed_length:
+                self._dispatcher = dispatcher_of_fixed_length(self._players)
             self._batches = recorded or [self._fixed()]
             stack.pop_all()  # opened: from here on `close` frees it
 
     def _fixed(self) -> Batch:
         players, own = self._players, self._own
         render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
-        return Batch(fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed), 0.0, "fixed")
+        orders = fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed)
+        if own.prompt_tokens is not None:
+            orders = with_random_prompts(orders, own.prompt_tokens, players.base.tokenizer.vocab_size, own.seed)
+        return Batch(orders, 0.0, "fixed")
 
     def _recorded(self, task: Task) -> list[Batch]:
         """Empty without a replay."""
@@ -121,6 +148,8 @@ class RolloutWorkload:
             "top_k": rollout.top_k,
             "seed": self._own.seed,
         }
+        if self._own.fixed_length:
+            found["fixed_length"] = True
         if self._replay is not None:
             found |= {
                 "replay": self._replay.name,
@@ -130,6 +159,9 @@ class RolloutWorkload:
         return found
 
     async def sample(self, index: int) -> dict[str, float]:
+        if self._on_servers:
+            with span(RESET):
+                await self._players.publish(self._players.base.weights(), self._players.publisher.version + 1)
         before, started = self._players.engine.stats, time.perf_counter()
         groups: list[Group] = []
         slept_s = 0.0
@@ -147,7 +179,7 @@ class RolloutWorkload:
         return self._measured(groups, stats, wall_s, slept_s)
 
     async def _sampled(self, batch: Batch) -> list[Group]:
-        return await self._players.dispatcher.sample(
+        return await self._dispatcher.sample(
             batch.orders,
             round_=0,
             source="bench",
@@ -170,6 +202,8 @@ class RolloutWorkload:
             "group_straggle_s": float(np.mean([group.spread_s for group in groups])),
             "engine_batch": stats.mean_batch,
         }
+        if self._on_servers:
+            values["prefix_share"] = counted.prefix_share
         return values | ({"trainer_idle": sampling_s / wall_s} if self._replay is not None else {})
 
     def derived(self) -> dict[str, float]:
@@ -185,6 +219,21 @@ class RolloutWorkload:
 
     async def close(self) -> None:
         await self._players.close()
+
+
+def dispatcher_of_fixed_length(players: Players) -> Dispatcher:
+    """As the players' own, but nothing ends a completion before rollout.max_tokens."""
+    rollout = players.experiment.rollout
+    sampling = Sampling(rollout.max_tokens, (), rollout.temperature, rollout.top_p, rollout.top_k)
+    return Dispatcher(players.engine, players.task, players.base.tokenizer, sampling, rollout.concurrency)
+
+
+def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: int, seed: int) -> list[GroupOrder]:
+    """The same groups, each with a prompt of `length` random tokens of its own."""
+    random = generator_for(seed, "bench", "prompts")
+    return [
+        replace(order, prompt_ids=random.integers(FIRST_PLAIN, vocabulary, length, dtype=np.int32)) for order in orders
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,196 @@
+"""Many streams at once, and weight updates among them: the load of the `sync` workload, whatever the engine.
+
+A stream keeps one request in flight at all times, of fixed length (nothing stops it early).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pvg.bench.workload import Measure
+from pvg.bench.workloads.fixtures import digest_of, model_facts
+from pvg.experiment import Experiment
+from pvg.game.players import Players
+from pvg.game.roles import prompt_renderer
+from pvg.game.seeds import draw_cyclic, seed_for
+from pvg.records import Int32, Role
+from pvg.rollout.dispatcher import request_seed
+from pvg.rollout.engine import Engine, GenerationRequest, Sampling
+from pvg.tasks import open_task
+from pvg.tasks.halves import problems_of_half
+from pvg.weights.publisher import Publisher
+from pvg.weights.update import SyncTiming
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Its multiples modulo 1 fill the unit interval evenly, however many are taken: the moments of a batch to update at.
+GOLDEN = (5**0.5 - 1) / 2
+PERCENTILES = (50, 95, 99)
+TIMES = {
+    "wall": "an update from the call to the return",
+    "rpc": "the engine at work on it: copying the weights",
+    "queue": "the rest: waiting for the engine",
+}
+RATES: dict[str, Measure] = {
+    "tokens_per_s_before": Measure("tokens/s", "higher", "completion tokens per second of the streams alone"),
+    "tokens_per_s_during": Measure("tokens/s", "higher", "the same while the updates are made"),
+    "tokens_per_s_after": Measure("tokens/s", "higher", "the same afterwards"),
+}
+
+
+def time_measures(meanings: Mapping[str, str]) -> dict[str, Measure]:
+    """Of idle and of loaded updates, each percentile of what `meanings` names."""
+    return {
+        f"{load}_{name}_p{percentile}_ms": Measure("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
+        for load in ("idle", "loaded")
+        for name, meaning in meanings.items()
+        for percentile in PERCENTILES
+    }
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine that serves, and the way to update it. `prompts`: one int32 [P] for each stream."""
+
+    engine: Engine
+    publisher: Publisher
+    tensors: Mapping[str, Tensor]
+    prompts: Sequence[Int32]
+    facts: Mapping[str, Any]
+    close: Callable[[], Awaitable[None]]
+
+
+async def open_target(experiment: Experiment, streams: int, seed: int, executor: Executor | None = None) -> Target:
+    """The experiment's own engine, with the base prover's weights to publish."""
+    task = open_task(experiment.task)
+    players = Players(experiment, task, executor=executor)
+    try:
+        await players.ready()
+        render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+        pool = problems_of_half(task, "prover")
+        chosen = draw_cyclic(len(pool), 0, streams, seed_for(seed, "bench", "streams"))
+        prompts = [render(pool[i], tuple(Role)[stream % 2]) for stream, i in enumerate(chosen)]
+    except BaseException:
+        await players.close()
+        raise
+    tensors = players.base.weights()
+    facts = {
+        **model_facts(players.base),
+        "weights_mb": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 3),
+        "prompts": digest_of(prompts),
+    }
+    return Target(players.engine, players.publisher, tensors, prompts, facts, players.close)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update: when it was sent (time.perf_counter), the requests in flight then, and its timing."""
+
+    sent: float
+    in_flight: int
+    timing: SyncTiming
+
+
+@dataclass
+class Streams:
+    """One request of each stream in flight, and what came back. `batches`: seconds in the engine -> when that was seen
+    to end (time.perf_counter); requests that were decoded together tell the same. `streamed`: ask for tokens as they
+    come; `chunks` counts how often some came."""
+
+    target: Target
+    sampling: Sampling
+    seed: int
+    streamed: bool = False
+    in_flight: int = 0
+    tokens: int = 0
+    chunks: int = 0
+    batches: dict[float, float] = field(default_factory=dict)
+    versions: set[int] = field(default_factory=set)
+
+    async def run(self, goes_on: Callable[[int], bool]) -> float:
+        """Until `goes_on(requests done by this stream)` is False for every stream; tokens per second of all."""
+        started, before = time.perf_counter(), self.tokens
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stream in range(len(self.target.prompts)):
+                    group.create_task(self._stream(stream, goes_on))
+        except ExceptionGroup as errors:  # they share their engine, and with it what went wrong
+            raise errors.exceptions[0] from None
+        return (self.tokens - before) / (time.perf_counter() - started)
+
+    async def _stream(self, stream: int, goes_on: Callable[[int], bool]) -> None:
+        done = 0
+        while goes_on(done):
+            request = GenerationRequest(
+                f"bench/{stream:05d}/{done:05d}",
+                self.target.prompts[stream],
+                self.sampling,
+                request_seed(self.seed, stream, done),
+                self._came if self.streamed else None,
+            )
+            self.in_flight += 1
+            try:
+                completion = await self.target.engine.generate(request)
+            finally:
+                self.in_flight -= 1
+            self.batches.setdefault(completion.timing.service_s, time.perf_counter())
+            self.tokens += len(completion.token_ids)
+            self.versions.update(part.version for part in completion.spans)
+            done += 1
+
+    def _came(self, tokens: int) -> None:
+        self.chunks += 1
+
+    def decoded_between(self, start: float, end: float) -> list[tuple[float, float]]:
+        """The batches that ran in that time: seconds of each within it, and its seconds in all. Their requests must
+        have come back."""
+        found = [(min(end, ended) - max(start, ended - seconds), seconds) for seconds, ended in self.batches.items()]
+        return [(within, seconds) for within, seconds in found if within > 0]
+
+    # --- updates -----------------------------------------------------------------------------------------------------
+
+    async def update(self) -> Update:
+        """Publish the same weights again, as the next version. Raises RuntimeError when they do not arrive."""
+        publisher = self.target.publisher
+        version, sent, in_flight = publisher.version + 1, time.perf_counter(), self.in_flight
+        (timing,) = await publisher.publish(self.target.tensors, version)
+        if self.target.engine.version != version:
+            raise RuntimeError(f"Version {version} was published, and the engine has {self.target.engine.version}.")
+        return Update(sent, in_flight, timing)
+
+    async def update_under_load(self, updates: int, within_s: float) -> tuple[list[Update], float]:
+        """So many updates while the streams are kept going, each after a pause of up to `within_s`, and the streams'
+        tokens per second until all have ended."""
+        done = asyncio.Event()
+        running = asyncio.create_task(self.run(lambda _: not done.is_set()))
+        made = []
+        try:
+            for number in range(1, updates + 1):
+                await asyncio.wait([running], timeout=within_s * (number * GOLDEN % 1))
+                if running.done():  # a stream failed, and without streams there is nothing to measure
+                    break
+                made.append(await self.update())
+        finally:
+            done.set()
+            tokens_per_s = await running
+        return made, tokens_per_s
+
+
+def times(load: str, updates: Sequence[Update], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:
+    """Percentiles of the updates' times: `{load}_{name}_p{percentile}_ms`."""
+    found: dict[str, float] = {}
+    for name in names:
+        values = np.percentile([getattr(update.timing, f"{name}_ms") for update in updates], PERCENTILES)
+        found |= {
+            f"{load}_{name}_p{percentile}_ms": value
+            for percentile, value in zip(PERCENTILES, values.tolist(), strict=True)
+        }
+    return found
