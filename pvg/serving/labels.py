@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 SEPARATOR = "/"
+BROKEN = "broken:"  # before the label of weights that arrived in part (protocol 1)
 
 
 @dataclass(frozen=True, slots=True)

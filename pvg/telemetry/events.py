@@ -33,7 +33,7 @@ def format_event(tag: str, **fields: object) -> str:
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = str(value).replace("\n", "\\n")
+    text = str(value).replace("\n", "\\n").replace('"', "'")
     return f'"{text}"' if (" " in text or not text) else text
 
 

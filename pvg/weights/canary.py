@@ -4,8 +4,10 @@ The trainer and the server give log-probs to the same fixed sequences. They comp
 in the last digits; weights that did not arrive, or not all of them, differ by more. Two rules:
 
 - the largest gap is at most the tolerance;
-- the server is not nearer to the version before than to the new one. A small step of the optimizer moves log-probs by
-  less than a tolerance in bfloat16 has to allow, but a server that missed it agrees with the old ones far better.
+- the server is not nearer to an earlier version than to the new one. A small step of the optimizer moves log-probs by
+  less than a tolerance in bfloat16 has to allow, but a server that missed it agrees with the old ones far better. The
+  first version is kept, and later ones ever more thinly the older they are: so one that never loads anything is found
+  out as soon as all steps together have moved the log-probs by a few times the noise.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ TOLERANCE = {"float32": 0.02, "bfloat16": 1.0}
 NEARER = 4.0  # times: how much nearer to the old version a server has to be to be called stale
 NOISE = 1e-4  # nats, in the mean: nothing is said of differences below
 NEW_TOKENS = 16  # greedy ones after each prompt
+EARLIER = 16  # versions that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the trainer's weights say of the sequences: float32 [L - 1] each, in nats; the same for the version before.
-    `moved` is the largest change between the two."""
+    """What the trainer's weights say of the sequences: float32 [L - 1] each, in nats, and what `earlier` versions said,
+    oldest first. `moved` is the largest change since the version before."""
 
     version: int
     logprobs: tuple[Float32, ...]
-    before: tuple[Float32, ...] | None
+    earlier: tuple[tuple[int, tuple[Float32, ...]], ...]
     moved: float
 
 
@@ -60,7 +63,7 @@ class Canary:
         self._executor = executor
         self.tolerance = tolerance
         self.sequences: tuple[Int32, ...] = ()
-        self._last: tuple[Float32, ...] | None = None
+        self._earlier: list[tuple[int, tuple[Float32, ...]]] = []
 
     async def expect(self, tensors: Mapping[str, Tensor], version: int) -> Expected:
         """What servers have to say under `tensors`. Raises TrainingDivergedError for weights that give no number."""
@@ -72,8 +75,9 @@ class Canary:
                 f"Version {version} of the weights gives log-probs that are no numbers.",
                 "Resume from the last commit with a lower learning rate.",
             )
-        before, self._last = self._last, found
-        return Expected(version, found, before, _largest(found, before) if before else 0.0)
+        earlier = tuple(self._earlier)
+        self._earlier = _thinned([*self._earlier, (version, found)])
+        return Expected(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
 
     def check(self, server: str, expected: Expected, found: Sequence[Float32]) -> float:
         """The largest gap in nats. Raises WeightsNotArrivedError, which names the server and the version."""
@@ -85,13 +89,22 @@ class Canary:
                 "Restart the server on the experiment's model; if it is the right one, see weights.canary_tolerance.",
             )
         distance = _mean(expected.logprobs, found)
-        if expected.before is not None and distance > NOISE and NEARER * _mean(expected.before, found) < distance:
-            raise WeightsNotArrivedError(
-                f"{server} still has the weights before version {expected.version}: its log-probs are "
-                f"{distance:.2g} nats from the new ones and {_mean(expected.before, found):.2g} from the old ones.",
-                "Restart the server, and continue with --resume.",
-            )
+        for version, logprobs in expected.earlier:
+            if distance > NOISE and NEARER * _mean(logprobs, found) < distance:
+                raise WeightsNotArrivedError(
+                    f"{server} has version {version} of the weights, or one near to it, and not {expected.version}: "
+                    f"its log-probs are {distance:.2g} nats from the new ones and {_mean(logprobs, found):.2g} from those.",
+                    "Restart the server, and continue with --resume.",
+                )
         return gap
+
+
+def _thinned(versions: list[tuple[int, tuple[Float32, ...]]]) -> list[tuple[int, tuple[Float32, ...]]]:
+    """At most EARLIER of them: the first, the newest half, and every other one of those between."""
+    if len(versions) <= EARLIER:
+        return versions
+    half = EARLIER // 2
+    return [versions[0], *versions[1:-half][1::2], *versions[-half:]]
 
 
 def greedy_sequences(model: LanguageModel, prompts: Sequence[Int32]) -> list[Int32]:

@@ -38,8 +38,10 @@ def model(tied: bool = True, seed: int = 0) -> LanguageModel:
     return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer(), "tiny"), "tiny")
 
 
-def canary(values: Sequence[Sequence[float]], tolerance: float = 0.1) -> tuple[Canary, ThreadPoolExecutor]:
-    """A canary whose trainer says `values[k]` (of its one sequence of five tokens) at the k-th version."""
+def canary(
+    values: Sequence[Sequence[float]] | Sequence[np.ndarray], tolerance: float = 0.1, length: int = 5
+) -> tuple[Canary, ThreadPoolExecutor]:
+    """A canary whose trainer says `values[k]` (of its one sequence of `length` tokens) at the k-th version."""
     answers = iter(values)
 
     def reference(_: Mapping[str, Tensor], sequences: Sequence[Int32]) -> list[Float32]:
@@ -47,7 +49,7 @@ def canary(values: Sequence[Sequence[float]], tolerance: float = 0.1) -> tuple[C
         return [np.array(next(answers), dtype=np.float32)]
 
     executor = ThreadPoolExecutor(1)
-    return Canary(lambda: [np.arange(5, dtype=np.int32)], reference, executor, tolerance), executor
+    return Canary(lambda: [np.arange(length, dtype=np.int32)], reference, executor, tolerance), executor
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -111,7 +113,7 @@ def test_a_server_that_missed_a_step_smaller_than_the_tolerance_is_found_out() -
     arrived = [np.array(new, dtype=np.float32) + noise]
     assert canary_.check(SERVER, expected, arrived) < 0.1
     stale = [np.array(old, dtype=np.float32) + noise]
-    with pytest.raises(WeightsNotArrivedError, match="still has the weights before version 2"):
+    with pytest.raises(WeightsNotArrivedError, match=r"has version 1 of the weights, or one near to it, and not 2"):
         canary_.check(SERVER, expected, stale)
 
 
@@ -128,3 +130,21 @@ def test_weights_that_give_no_number_are_not_blamed_on_a_server() -> None:
     canary_, executor = canary([[float("nan")] * 4])
     with executor, pytest.raises(TrainingDivergedError, match=r"Version 3 .* no numbers"):
         asyncio.run(canary_.expect({}, 3))
+
+
+def test_a_server_that_never_loads_is_found_out_however_small_the_steps_are() -> None:
+    """Each step is a tenth of the noise, and most versions are no longer remembered."""
+    generator = np.random.default_rng(0)
+    start, noise = -np.arange(1.0, 65.0), 1e-2
+    step = noise / 10 * generator.choice([-1.0, 1.0], 64)
+    canary_, executor = canary([start + step * version for version in range(200)], tolerance=1.0, length=65)
+    with executor:
+        for version in range(200):
+            expected = asyncio.run(canary_.expect({}, version))
+            assert len(expected.earlier) <= 16
+            assert not version or expected.earlier[0][0] == 0
+            arrived = [(start + step * version + noise * generator.standard_normal(64)).astype(np.float32)]
+            canary_.check(SERVER, expected, arrived)  # a good server is never blamed
+        never = [(start + noise * generator.standard_normal(64)).astype(np.float32)]
+        with pytest.raises(WeightsNotArrivedError, match="and not 199"):
+            canary_.check(SERVER, expected, never)

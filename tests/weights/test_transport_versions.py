@@ -109,7 +109,7 @@ def test_two_sessions_share_a_root_and_leave_each_other_alone(tmp_path: Path) ->
         VersionFolders(tmp_path, "run", FIRST)
 
 
-def test_what_a_dead_session_was_writing_is_removed_and_its_versions_are_not(tmp_path: Path) -> None:
+def test_what_a_dead_session_left_is_removed(tmp_path: Path) -> None:
     dead = VersionFolders(tmp_path, "run", FIRST)
     dead.write(Label(FIRST, 1), fill)
     os.close(dead._lock)  # what a SIGKILL does
@@ -119,9 +119,10 @@ def test_what_a_dead_session_was_writing_is_removed_and_its_versions_are_not(tmp
     (run / ".tmp-v000002-aaaaaaaa-0a1b2c3d" / "model.safetensors").write_bytes(b"half")
     (run / ".tmp-v000007-cccccccc-0a1b2c3d").mkdir()  # of a session without a lock
     (run / "notes.txt").touch()
+    (run / "v000009-dddddddd").mkdir()  # somebody's copy: there is no lock of such a session
     living = VersionFolders(tmp_path, "run", SECOND)
     living.retire(1, [])
-    assert names(run) == {"v000001-aaaaaaaa", ".session-bbbbbbbb", "notes.txt"}
+    assert names(run) == {"v000009-dddddddd", ".session-bbbbbbbb", "notes.txt"}
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

@@ -43,13 +43,12 @@ from pvg.rollout.vllm.wire import (
     read_prompt_logprobs,
 )
 from pvg.serving.control import ControlClient, Delivery, ServerInfo
-from pvg.serving.labels import Label, Session, salt
+from pvg.serving.labels import BROKEN, Label, Session, salt
 from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.weights import SyncTiming, WeightUpdate
 from pvg.weights.canary import Canary, Expected
 from pvg.weights.checksums import Checksums
-from pvg.weights.transports.transfer import BROKEN
 from pvg.weights.transports.transport import Transport
 
 if TYPE_CHECKING:
@@ -211,7 +210,9 @@ class VllmEngine(Engine):
 
     async def _exchange(self, server: Server, request: GenerationRequest, label: str) -> Generated:
         url, streamed = server.url + GENERATE, request.on_tokens is not None
-        own = label if self._section.share_prefix else f"{label}/{request.id}"
+        # While an update is on its way, nobody knows which weights will compute this prompt: nobody else may reuse it.
+        shared = self._section.share_prefix and server.settled
+        own = label if shared else f"{label}/{request.id}"
         body = generation(
             request, salt=salt(own), model=self._model(label), seeded=self._section.seeded, stream=streamed
         )
@@ -280,6 +281,7 @@ class VllmEngine(Engine):
 
     async def _load(self, update: WeightUpdate) -> SyncTiming:
         label = Label(self._session, update.version)
+        self._fleet.interrupt_catching_up()
         async with self._fleet.updating:
             started = time.perf_counter()
             await self._transport.stage(update, label)
@@ -310,7 +312,7 @@ class VllmEngine(Engine):
         """To all `servers`; those that fail are lost. Raises WeightsNotArrivedError when all that are there refuse."""
         newest = self._present()
         for server in servers:
-            server.loading = True
+            server.loading, server.settled = True, False
         try:
             outcomes = await self._transport.send([s.control for s in servers], newest.label, newest.trace)
         finally:
@@ -339,7 +341,7 @@ class VllmEngine(Engine):
             if server.state == "away":
                 server.state = "stale"  # it answers; it gets its weights with everybody else
             return
-        newest = self._newest
+        newest, server.settled = self._newest, False
         (outcome,) = await self._transport.send([server.control], newest.label, newest.trace)
         if not isinstance(outcome, Delivery):
             raise outcome

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 State = Literal["away", "stale", "up"]
 LONGEST_REST_S = 5.0
-STOOD_STILL_S = 1.0  # by which a time limit may be late without a doubt about our own event loop
+STOOD_STILL_S = 2.0  # by which a time limit may be late (aiohttp rounds up to seconds) without a doubt about ourselves
 
 
 class StaleWeights(ServerFault):
@@ -48,6 +48,7 @@ class Server:
     faults_in_a_row: int = 0
     rests_until: float = 0.0
     loading: bool = False  # it was sent weights and has not answered yet
+    settled: bool = False  # the weights that it has are those of its label, for sure
     attempts: set[asyncio.Task[Any]] = field(default_factory=set)
     kicked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -64,6 +65,8 @@ class Server:
             if not task.done():  # our own caller was cancelled: closing the connection tells the server
                 task.cancel()
                 await asyncio.wait([task])
+            elif not task.cancelled():
+                task.exception()  # seen, also where our caller was cancelled at the same moment
         if task.cancelled():
             raise Broken(self.url, f"the server was given up: {self.fault}")
         self.faults_in_a_row = 0 if task.exception() is None else self.faults_in_a_row
@@ -92,6 +95,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._watchers: list[asyncio.Task[None]] = []
+        self._catching_up: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> list[Server]:
@@ -105,6 +109,7 @@ class Fleet:
     async def open(self) -> None:
         """Ask every server once; those that answer are stale until they get weights. Raises what the user can mend,
         and ServerUnavailableError when none answers at all."""
+        self._failure = None
         outcomes = await asyncio.gather(*(server.control.info() for server in self.servers), return_exceptions=True)
         for server, outcome in zip(self.servers, outcomes, strict=True):
             if isinstance(outcome, ServerInfo):
@@ -171,7 +176,7 @@ class Fleet:
 
     def arrived(self, server: Server, label: str) -> None:
         """The server has the newest weights."""
-        server.label = label
+        server.label, server.settled = label, True
         server.faults_in_a_row, server.rests_until = 0, 0.0
         self._set(server, "up")
 
@@ -222,7 +227,19 @@ class Fleet:
                 self._set(server, "stale")
             if server.state == "up" and not restarted:
                 return  # whether its label is right, its tokens tell: `info` may be older than the last update
-            await self._catch_up(server)
+            self._catching_up = asyncio.ensure_future(self._catch_up(server))
+            try:
+                await asyncio.wait([self._catching_up])
+            finally:
+                self._catching_up.cancel()
+            if not self._catching_up.cancelled():
+                self._catching_up.result()
+
+    def interrupt_catching_up(self) -> None:
+        """Newer weights are waiting for `updating`: the server that is being caught up gets those, when they are out.
+        A single server that hangs at this must not keep the others from them."""
+        if self._catching_up is not None:
+            self._catching_up.cancel()
 
     def _set(self, server: Server, state: State) -> None:
         if server.state != state:

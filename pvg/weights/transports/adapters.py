@@ -116,7 +116,7 @@ class AdapterTransport:
         for label in gone:
             del self._holders[label]
         await run_in(self._executor, self._folders.remove, [label.version for label in gone])
-        await run_in(self._executor, self._folders.remove_dead_temporaries)
+        await run_in(self._executor, self._folders.remove_what_the_dead_left)
 
     async def _unload(self, label: Label, within_reach: Mapping[str, ControlClient]) -> None:
         holders = self._holders[label]

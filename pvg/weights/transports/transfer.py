@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pvg.errors import PvgError, StateError
 from pvg.serving.control import ControlClient, Delivery, ServerInfo
-from pvg.serving.labels import Label
+from pvg.serving.labels import BROKEN, Label
 from pvg.serving.pool import ServerFault
 from pvg.telemetry.spans import run_in
 from pvg.weights.transports.group_client import GroupClient
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BROKEN = "broken:"  # before the label of weights that arrived in part (protocol 1)
 GRACE_S = 5.0  # for the others' part of a transfer, once one server has failed
 
 

@@ -6,8 +6,8 @@
     root/RUN/.session-5f3c09ab      locked for as long as that session lives
 
 Invariants: a folder without the name of a temporary is whole and durable. A session removes the versions that it made
-itself, and the temporaries of sessions of the same run that are dead, which their lock tells; nothing else, nothing
-outside of root/RUN, and it follows no links.
+itself, and what sessions of the same run left that are dead, which their lock tells; nothing else, nothing outside of
+root/RUN, and it follows no links.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ STABLE_VERSION = 1
 LOCK_PREFIX = ".session-"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of a run, and of a session's tail
-_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"v\d{6,}-(?P<tail>[A-Za-z0-9][A-Za-z0-9._-]*)-[0-9a-f]{8}")
+_VERSION = re.compile(  # whole, or being written or removed
+    rf"(?P<half>{re.escape(TEMPORARY_PREFIX)})?v\d{{6,}}-(?P<tail>[A-Za-z0-9][A-Za-z0-9._]*)(?(half)-[0-9a-f]{{8}})"
+)
 
 
 class VersionFolders:
@@ -99,12 +101,12 @@ class VersionFolders:
         self._made[label.version] = path.name
 
     def retire(self, keep: int, in_use: Iterable[Label]) -> list[int]:
-        """Remove this session's versions but for the newest `keep` and those `in_use`, and what dead writers of the
-        run left half-written; returns the versions removed."""
+        """Remove this session's versions but for the newest `keep` and those `in_use`, and what dead sessions of the
+        run left; returns the versions removed."""
         needed = {label.version for label in in_use if label.session == self.session}
         doomed = [version for version in self.made[:-keep] if version not in needed]
         self.remove(doomed)
-        self.remove_dead_temporaries()
+        self.remove_what_the_dead_left()
         return doomed
 
     def remove(self, versions: Iterable[int]) -> None:
@@ -127,15 +129,16 @@ class VersionFolders:
         os.close(self._lock)
         self._lock = None
 
-    def remove_dead_temporaries(self) -> None:
-        """Of every other session of the run that is dead: the folders it was writing or removing, and its lock."""
+    def remove_what_the_dead_left(self) -> None:
+        """Of every other session of the run that is dead: its versions, which no server will be told to load any more,
+        the folders it was writing or removing, and its lock."""
         left: dict[str, list[Path]] = {}
         for entry in sorted(self.folder.iterdir()):
             if entry.is_symlink():
                 continue
             if entry.name.startswith(LOCK_PREFIX):
                 left.setdefault(entry.name.removeprefix(LOCK_PREFIX), [])
-            elif (found := _TEMPORARY.fullmatch(entry.name)) and entry.is_dir():
+            elif (found := _VERSION.fullmatch(entry.name)) and entry.is_dir() and self._may_go(found):
                 left.setdefault(found["tail"], []).append(entry)
         left.pop(self.session.tail, None)
         for tail, entries in left.items():
@@ -145,6 +148,10 @@ class VersionFolders:
                     for entry in entries:
                         shutil.rmtree(entry)
                     path.unlink(missing_ok=True)
+
+    def _may_go(self, found: re.Match[str]) -> bool:
+        """A whole version without a lock beside it is nobody's to remove: a copy that somebody made, perhaps."""
+        return bool(found["half"]) or (self.folder / f"{LOCK_PREFIX}{found['tail']}").is_file()
 
 
 def _take_lock(path: Path) -> int:

@@ -17,7 +17,6 @@ def tell(event: str, **fields: object) -> None:
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = (
-        str(value).replace("\r", "\\r").replace("\n", "\\n")
-    )  # a trace comes from outside: it gets no line of its own
+    # A trace comes from outside: it gets no line of its own, and no field.
+    text = str(value).replace("\r", "\\r").replace("\n", "\\n").replace('"', "'")
     return f'"{text}"' if (" " in text or not text) else text

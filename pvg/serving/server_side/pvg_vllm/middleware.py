@@ -62,6 +62,7 @@ class PvgMiddleware:
             path = routed_path(scope)
             if not self._has_key(scope):
                 raise Refusal(401, "wrong_key", "The control key is missing or wrong.")
+            stamped.trusted(scope)
             if path.startswith(CLOSED):
                 raise Refusal(403, "closed", f"{path} is closed: use the routes below /pvg.")
             if path == "/pvg" or path.startswith("/pvg/"):
@@ -87,6 +88,10 @@ class _Stamped:
         self._began = time.perf_counter()
         self._send = send
         self._path = routed_path(scope)
+        self.trace = ""
+
+    def trusted(self, scope: Scope) -> None:
+        """The call has the key: from here on it may leave a trace in the log."""
         self.trace = header(scope, TRACE_HEADER).decode("latin-1")
         if self.trace:
             tell("server.recv", trace=self.trace, route=self._path)

@@ -135,7 +135,7 @@ def _checked_files(root: Path, folder: Path, sizes: Mapping[str, int]) -> list[P
         if file.endswith(".safetensors"):
             try:
                 tensors = _tensor_names(path, size)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise Refusal(
                     422, "not_safetensors", f"{folder.name}/{file} is no safetensors file: {error}"
                 ) from error
