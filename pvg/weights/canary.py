@@ -93,7 +93,7 @@ class Canary:
             if distance > NOISE and NEARER * _mean(logprobs, found) < distance:
                 raise WeightsNotArrivedError(
                     f"{server} has version {version} of the weights, or one near to it, and not {expected.version}: "
-                    f"its log-probs are {distance:.2g} nats from the new ones, {_mean(logprobs, found):.2g} from those.",
+                    f"its log-probs are {distance:.2g} nats from the new ones, {_mean(logprobs, found):.2g} from it.",
                     "Restart the server, and continue with --resume.",
                 )
         return gap

@@ -209,6 +209,54 @@ def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> Non
     run(use, tmp_path, keeps_cache=True)
 
 
+def test_a_prompt_sent_during_an_update_finds_and_leaves_no_activation_for_others(tmp_path: Path) -> None:
+    """Whether old or new weights compute it nobody knows before the update is proven."""
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        asked = [request(number, 4, prompt=50) for number in range(4)]
+        await d.ask_all(asked)
+
+        for version in (1, 2):
+            publishing = asyncio.create_task(d.publish(version))
+            while not publishing.done():
+                await d.ask_all(asked)
+            await publishing
+            await d.ask_all(asked)
+        assert [server.stale_hits for server in d.servers] == [0, 0]
+
+    run(use, tmp_path, keeps_cache=True)
+
+
+def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from_newer_weights(
+    tmp_path: Path,
+) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        await d.proxies[0].refuse()
+        d.proxies[0].reset_all()
+        await until(lambda: len(d.up()) == 1)
+        await d.publish(1)
+        hangs, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def hang() -> None:
+            hangs.set()
+            await goes_on.wait()
+
+        d.servers[0].before_load = hang
+        await d.proxies[0].accept()
+        await hangs.wait()
+        await asyncio.wait_for(d.publish(2), 30)  # weights.timeout_s is 600 s
+        found = await d.ask(request(1))
+        assert found.spans == (VersionSpan(0, 2),)
+        d.servers[0].before_load = None
+        goes_on.set()
+        await until(lambda: len(d.up()) == 2)
+        assert all(done.spans == (VersionSpan(0, 2),) for done in await d.ask_all([request(i) for i in range(8)]))
+
+    run(use, tmp_path)
+
+
 def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
