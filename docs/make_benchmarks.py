@@ -15,9 +15,11 @@ import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from reference_figures import reference_lines
 
+from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
 from pvg.bench.gains import Gain, gains, headline_of
@@ -26,7 +28,9 @@ from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import PvgError, UsageError
 
 HERE = Path(__file__).parent
-ORDER = ("rollout", "trainer", "e2e", "verifier", "data", "sync", "loop", "telemetry")
+ORDER = (
+    "rollout", "rollout-vllm", "trainer", "e2e", "verifier", "data", "sync", "sync-vllm", "loop", "telemetry",
+)  # fmt: skip
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order in which a profile's reports stand
 SHOWN_PARTS = 6  # of a time budget
 LEAST_PART = 0.01
@@ -46,13 +50,44 @@ def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
         f" {machine}" if machine else ""
     )
     yield ""
+    if servers := report.config.get("servers"):
+        yield servers_text(servers)
+        yield ""
+    if has_updates(report):
+        yield from update_lines(report)
     if report.kind == "bench":
         yield from measure_lines(report.variants[0])
     elif report.kind == "ablation":
         yield from ladder_lines(report)
-    else:
+    elif not has_updates(report):
         yield from sweep_lines(report)
+    else:
+        yield f"`{headline_of(report)}`{unit_of(report, headline_of(report))} of a sample, against the first client."
+        yield ""
+        rows = [
+            (client_of(report, gain.variant), headline_figure(gain, headline_of(report)), bought(gain.whole))
+            for gain in gains(report)
+        ]
+        yield from markdown_rows(("client", headline_of(report), "against the first"), "lrr", rows)
     yield ""
+
+
+def update_lines(report: BenchReport) -> Iterator[str]:
+    """The updates of a `sync` benchmark on servers."""
+    for what, cells in (("An update, in ms", update_cells(report)), ("Tokens/s, and ms", cost_cells(report))):
+        yield f"{what}:"
+        yield ""
+        yield from markdown_rows(cells.header, "l" + "r" * (len(cells.header) - 1), cells.rows)
+        yield ""
+    yield " ".join(notes(report))
+    yield ""
+
+
+def servers_text(servers: dict[str, Any]) -> str:
+    """What the vLLM servers of a report were."""
+    count = int(servers["count"])
+    told = ", ".join(f"{key} {value}" for key, value in servers.items() if key != "count")
+    return f"{count} server{'s' if count > 1 else ''}: {told}."
 
 
 def title(report: BenchReport) -> str:
@@ -148,15 +183,17 @@ def bought(ratio: RatioInterval | None) -> str:
 
 
 def code(environment: Environment) -> str:
+    """Of pvg, and of vLLM where that served: the page's other reports are of the same machine without it."""
     commit = (environment.git_commit or "unknown commit")[:10]
-    return f"pvg {environment.pvg} ({commit}{', with uncommitted changes' if environment.git_dirty else ''})"
+    served = f", vLLM {environment.vllm}" if environment.vllm else ""
+    return f"pvg {environment.pvg} ({commit}{', with uncommitted changes' if environment.git_dirty else ''}){served}"
 
 
 def machine_of(environment: Environment) -> str:
     parts = [environment.cpu, f"{environment.cores} cores", f"{environment.memory_gb:g} GB of memory"]
     if environment.gpu:
         parts.append(f"{environment.gpu} (driver {environment.driver})")
-    packages = {"torch": environment.torch, "transformers": environment.transformers, "vLLM": environment.vllm}
+    packages = {"torch": environment.torch, "transformers": environment.transformers}
     versions = [f"Python {environment.python}", *(f"{name} {found}" for name, found in packages.items() if found)]
     return f"{', '.join(parts)}; {', '.join(versions)}; {environment.event_loop}."
 
@@ -182,12 +219,12 @@ def page(reports: Sequence[BenchReport], template: str) -> str:
 
 
 def in_order(reports: Sequence[BenchReport]) -> list[str]:
-    names = {report.profile for report in reports}
+    names = {report.name for report in reports}
     return [*(name for name in ORDER if name in names), *sorted(names - set(ORDER))]
 
 
 def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool) -> Iterator[str]:
-    chosen = sorted((report for report in reports if report.profile == name), key=lambda report: KINDS[report.kind])
+    chosen = sorted((report for report in reports if report.name == name), key=lambda report: KINDS[report.kind])
     about = str(chosen[0].config["profile"]["about"])
     yield f"## {name}"
     yield ""

@@ -31,9 +31,9 @@ UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # with it vLLM unpick
 # serving.cpu_cache_gb.
 CPU_MEMORY_SHARE = 0.05
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
-# Requests whose new tokens the front end takes from the engine before it looks at its sockets again; vLLM has 128. Under
-# 150 streams a control call waits 10 ms for its turn instead of 15, 95 in 100 of them below 45 ms instead of 60; the
-# tokens per second are the same.
+# Requests whose new tokens the front end takes from the engine before it looks at its sockets again; vLLM has 128.
+# Under 150 streams a control call waits 10 ms for its turn instead of 15, 95 in 100 of them below 45 ms instead of 60;
+# the tokens per second are the same.
 OUTPUTS_AT_A_TIME = "16"
 LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those that requests in flight began with
 KEPT_ADAPTERS = 4  # in memory

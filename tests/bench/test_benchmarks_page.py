@@ -103,6 +103,30 @@ def test_machines_that_differ_are_named_at_each_report(tmp_path: Path) -> None:
     assert "(0123456789, with uncommitted changes)" in page
 
 
+def test_reports_on_servers_have_their_own_part_and_say_what_served(tmp_path: Path) -> None:
+    """Of the same workload and machine: only vLLM's version and the servers are told at the report."""
+    write_three(tmp_path)
+    served = made_report(
+        *[variant({"tokens_per_s": higher(values)}, f"rollout.concurrency={n}")
+          for n, values in ((8, [50.0] * 5), (64, [100.0] * 5))],
+        name="rollout-vllm",
+        environment=ENVIRONMENT.model_copy(update={"vllm": "0.32.0"}),
+        config={
+            "profile": PROFILE | {"name": "rollout-vllm", "about": "tokens per second of a server"},
+            "experiment": {},
+            "servers": {"count": 2, "model": "modchain-prover", "max_num_seqs": [16, 64]},
+        },
+    )  # fmt: skip
+    saved(served, tmp_path / "v.json")
+    page = made(tmp_path)[1]
+    assert page.index("## rollout\n") < page.index("## rollout-vllm\n")
+    assert "Tokens per second of a server.\n" in page
+    assert page.count("A CPU, 2 cores") == 1
+    assert "pvg 0.1.0 (0123456789), vLLM 0.32.0." in page
+    assert "2 servers: model modchain-prover, max_num_seqs [16, 64]." in page
+    assert "| 64 | 100 | 2.00x (2.00" in page
+
+
 def test_check_fails_when_the_page_is_another_one(tmp_path: Path) -> None:
     write_three(tmp_path)
     code, page, err = made(tmp_path, "--check")

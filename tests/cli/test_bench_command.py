@@ -148,6 +148,11 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
         (["-p", "tiny", "--out", "profiles"], "is a folder"),
         (["--sweep", "rollout.max_rows=1,2"], "no --profile"),
+        (["--serve"], "no --profile"),
+        (["-p", "tiny", "--server", "http://127.0.0.1:9"], "does not measure what servers do"),
+        (["-p", "rollout", "--server", "127.0.0.1:9"], "serving.servers"),
+        (["-p", "rollout", "--server", "http://127.0.0.1:9", "--serve"], "contradict"),
+        (["-p", "rollout", "--server", "http://127.0.0.1:9", "--sweep", "serving.max_num_seqs=1,2"], "--serve"),
     ],
 )
 def test_mistakes_are_one_line_with_exit_code_2_before_anything_runs(arguments: list[str], words: str) -> None:
@@ -158,6 +163,16 @@ def test_mistakes_are_one_line_with_exit_code_2_before_anything_runs(arguments: 
     assert "Traceback" not in called.err
     assert reports() == []
     assert pvg("bench", *arguments, "--json").document["error"]["exit_code"] == 2
+
+
+def test_a_server_that_does_not_answer_is_one_line_and_leaves_no_report() -> None:
+    called = pvg(
+        "bench", "-p", "sync", "--server", "http://127.0.0.1:9", "--server", "http://127.0.0.1:9,http://[::1]:9"
+    )
+    assert called.code == 3
+    assert "No server answers: http://127.0.0.1:9" in " ".join(called.err.split())
+    assert reports() == []
+    assert pvg("bench", "-p", "rollout", "--server", "http://127.0.0.1:9", "--json").document["error"]["exit_code"] == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -69,6 +70,17 @@ class Settings(Section):
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The updates of one sample that were made among the streams: in so many seconds, and how late this process' event
+    loop was meanwhile."""
+
+    streams: Streams
+    updates: list[Update]
+    seconds: float
+    lag: LagWindow
+
+
 class ServersSync:
     """See the module. The first `warmup` samples are left out of `derived`."""
 
@@ -77,7 +89,7 @@ class ServersSync:
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, Measure] = MEASURES
-        self._loaded: list[tuple[Streams, list[Update], LagWindow | None]] = []
+        self._loaded: list[Loaded] = []
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._own.streams, self._own.seed, self._executor)
@@ -114,12 +126,14 @@ class ServersSync:
         with span("loaded_updates"):
             async with LoopLagMonitor(LAG_HZ) as lag:
                 loaded, during = await streams.update_under_load(own.updates, WITHIN * alone_s)
-        seconds = statistics.median(streams.batches)
+        stream_s = statistics.median(streams.batches)
         with span("streams_after"):
             after = await streams.run(lambda done: done < own.waves)
         _require_known(loaded)
-        if index >= self._warmup:
-            self._loaded.append((streams, loaded, lag.take()))
+        window = lag.take()
+        if index >= self._warmup and window is not None:
+            ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
+            self._loaded.append(Loaded(streams, loaded, ended - loaded[0].sent, window))
         return {
             **times("idle", idle),
             **times("loaded", loaded),
@@ -127,30 +141,33 @@ class ServersSync:
             "tokens_per_s_before": before,
             "tokens_per_s_during": during,
             "tokens_per_s_after": after,
-            "stream_p50_ms": seconds * 1e3,
+            "stream_p50_ms": stream_s * 1e3,
         }
 
     def derived(self) -> dict[str, float]:
-        """Over the updates of all samples: how many, and percentiles of their times. Then: connections that generation
-        had; the fewest requests in flight at an update; the share of the versions that served tokens; how many tokens
-        came at a time; the lag of this process' event loop, its 99th percentile (median over samples) and its worst."""
-        updates = [update for _, loaded, _ in self._loaded for update in loaded]
-        found = {"updates": float(len(updates))}
+        """Over the updates of all samples: how many, how many a second, and percentiles of their times. Then:
+        connections that generation had; the fewest requests in flight at an update; the share of the versions that
+        served tokens; how many tokens came at a time; the lag of this process' event loop, its 99th percentile (median
+        over samples) and its worst."""
+        samples = self._loaded
+        updates = [update for sample in samples for update in sample.updates]
+        found = {
+            "updates": float(len(updates)),
+            "updates_per_s": len(updates) / sum(sample.seconds for sample in samples),
+        }
         for name in TIMES:
             found |= _percentiles(name, (getattr(update.timing, f"{name}_ms") for update in updates))
         for part in PARTS:
             found |= _percentiles(part, _part(updates, part))
-        lags = [lag for _, _, lag in self._loaded if lag is not None]
-        streams = [streams for streams, _, _ in self._loaded]
+        served = [len(sample.streams.versions) / (len(sample.updates) + 1) for sample in samples]
+        tokens, chunks = (sum(getattr(sample.streams, each) for sample in samples) for each in ("tokens", "chunks"))
         return found | {
             "connections": float(self._target.engine.max_in_flight),
             "in_flight_min": float(min(update.in_flight for update in updates)),
-            "versions_served": statistics.median(
-                len(each.versions) / (len(loaded) + 1) for each, loaded, _ in self._loaded
-            ),
-            "tokens_per_chunk": sum(each.tokens for each in streams) / sum(each.chunks for each in streams),
-            "loop_lag_p99_ms": statistics.median(lag.p99_s for lag in lags) * 1e3 if lags else 0.0,
-            "loop_lag_max_ms": max((lag.max_s for lag in lags), default=0.0) * 1e3,
+            "versions_served": statistics.median(served),
+            "tokens_per_chunk": tokens / chunks,
+            "loop_lag_p99_ms": statistics.median(sample.lag.p99_s for sample in samples) * 1e3,
+            "loop_lag_max_ms": max(sample.lag.max_s for sample in samples) * 1e3,
         }
 
     async def close(self) -> None:

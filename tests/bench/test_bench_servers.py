@@ -1,0 +1,391 @@
+"""Benchmarks on servers: what is measured, on which servers, and what is refused. The servers are the tests' own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+SERVING = Path(__file__).parent.parent / "serving"
+sys.path.insert(0, str(SERVING))
+
+import fake_vllm  # noqa: E402
+from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
+
+from pvg.bench import servers  # noqa: E402
+from pvg.bench.profile import load_profile  # noqa: E402
+from pvg.bench.variants import Plan, plan_bench, run_plan  # noqa: E402
+from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
+from pvg.errors import (  # noqa: E402
+    ConfigurationError,
+    MissingRequirementError,
+    PvgError,
+    ServerUnavailableError,
+    UsageError,
+)
+from pvg.experiment import Experiment  # noqa: E402
+from pvg.serving.command import ServerSpec  # noqa: E402
+from pvg.serving.interpreter import Interpreter  # noqa: E402
+from pvg.serving.keys import KEY_VARIABLE  # noqa: E402
+
+KEY = "the-key-of-the-benchmarks"
+URL = "http://127.0.0.1:9"
+TINY = ("task.problems=64", "task.test_problems=8", "rollout.max_tokens=8", "serving.probe_every_s=0.2")
+SYNC = (*TINY, "workload.streams=6", "workload.updates=3")
+ROLLOUT = (*TINY, "workload.rollouts=16", "rollout.concurrency=16", "workload.prompt_tokens=40")
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def on_server(
+    profile: str,
+    root: Path,
+    overrides: tuple[str, ...],
+    look: Callable[[Any, list[dict[str, float]], FakeVllm], Any],
+    samples: int = 1,
+) -> Any:
+    """Open the workload over one server, take samples, and what `look` finds."""
+
+    async def run() -> Any:
+        async with FakeVllm(FakeOptions(root=root, key=KEY)) as server:
+            given = [*overrides, f"serving.servers={server.url}", f"weights.root={root}"]
+            settings = load_profile(f"profiles/{profile}.toml", given)
+            workload = WORKLOADS[settings.profile.profile](settings)
+            await workload.open()
+            try:
+                measured = [dict(await workload.sample(index)) for index in range(samples)]
+                for values in measured:
+                    assert values.keys() == workload.measures.keys()
+                return look(workload, measured, server)
+            finally:
+                await workload.close()
+
+    return asyncio.run(run())
+
+
+# --- updates among streams -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", ["dedicated", "shared"])
+def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(client: str, tmp_path: Path) -> None:
+    def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> None:
+        derived = workload.derived()
+        assert derived["updates"] == 6
+        assert derived["in_flight_min"] == 6
+        assert derived["connections"] == 6  # the pool that the streams fill
+        assert derived["versions_served"] > 0.5
+        assert derived["tokens_per_chunk"] == pytest.approx(8 / 9)  # a token at a time, and the end of the stream
+        for name in ("wall", "rpc", "queue", "arrival", "pause", "load", "resume", "stage"):
+            p50, p95, p99 = (derived[f"{name}_p{percentile}_ms"] for percentile in (50, 95, 99))
+            assert 0 <= p50 <= p95 <= p99
+        assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"]
+        work = workload.work()
+        assert work["updates"] == {"idle": 3, "loaded": 3}
+        assert (work["streams"], work["completion_tokens"], work["streamed"]) == (6, 8, True)
+        assert server.received["bench/00000/00000"] > 2  # before, among and after the updates
+        assert server.aborted.total() == 0
+        assert server.label.endswith("/13")  # as opened, at the warm-up, and at each of twelve updates
+
+    on_server("sync-vllm", tmp_path, (*SYNC, f"weights.client={client}"), look, samples=2)
+
+
+def test_a_warm_up_is_no_part_of_the_percentiles(tmp_path: Path) -> None:
+    counts = on_server("sync-vllm", tmp_path, (*SYNC, "warmup=1"), lambda w, m, s: w.derived()["updates"], samples=3)
+    assert counts == 6
+
+
+def test_the_pool_is_as_large_as_the_streams_or_larger() -> None:
+    experiment = load_profile("sync-vllm").experiment
+    for pool, streams, connections, concurrency in (("streams", 300, 300, 300), ("spare", 300, None, 350)):
+        own = sync_servers.Settings(streams=streams, pool=pool)  # type: ignore[arg-type]
+        found = sync_servers.with_pool(experiment, own)
+        assert (found.serving.connections, found.rollout.concurrency) == (connections, concurrency)
+
+
+def test_an_update_whose_reply_was_lost_is_not_called_quick(tmp_path: Path) -> None:
+    """What it took is unknown: the transport found out afterwards that it had arrived."""
+
+    def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> None:
+        (sample,) = workload._loaded
+        sample.updates[0].timing.parts.pop("load_ms")
+        with pytest.raises(ServerUnavailableError, match="was lost"):
+            sync_servers._require_known(sample.updates)
+
+    on_server("sync-vllm", tmp_path, SYNC, look)
+
+
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_shared_within_a_sample_and_never_between_two(tmp_path: Path) -> None:
+    def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> dict[str, Any]:
+        assert [values["prefix_share"] for values in measured] == [measured[0]["prefix_share"]] * 2
+        derived = workload.derived()
+        assert derived["completion_tokens"] == 16 * 8
+        assert derived["truncated"] == 1.0  # fixed lengths: nothing stops
+        assert measured[0]["engine_batch"] == pytest.approx(1.0, rel=0.05)
+        work: dict[str, Any] = workload.work()
+        assert work["prompt_tokens"] == 16 * 40
+        assert work["fixed_length"] is True
+        return {"share": measured[0]["prefix_share"], "work": work}
+
+    given = (*ROLLOUT, "rollout.concurrency=1")  # the tests' server knows a prompt from its first token on
+    shared = on_server("rollout-vllm", tmp_path / "a", given, look, samples=2)
+    alone = on_server("rollout-vllm", tmp_path / "b", (*given, "serving.share_prefix=false"), look, samples=2)
+    # Of 40 prompt tokens two blocks of 16 can be shared, by seven of a group of eight.
+    assert shared["share"] == pytest.approx(32 / 40 * 7 / 8)
+    assert alone["share"] == 0.0
+    assert shared["work"] == alone["work"]  # how prompts are computed is no part of what is done
+
+
+# --- what is planned -------------------------------------------------------------------------------------------------
+
+
+def planned(profile: str, *overrides: str, **how: Any) -> Plan:
+    return plan_bench(profile, overrides, **{"server_urls": [URL], **how})
+
+
+def test_on_servers_another_profile_takes_its_place() -> None:
+    plan = planned("sync")
+    assert plan.base.profile.name == "sync-vllm"
+    assert plan.base.experiment.rollout.engine == "vllm"
+    assert plan.base.experiment.serving.servers == (URL,)
+    assert planned("rollout", sweep="rollout.concurrency=8,64").base.profile.name == "rollout-vllm"
+    assert plan_bench("sync", ["rollout.engine=vllm"]).base.profile.name == "sync-vllm"
+    assert plan_bench("sync").base.profile.name == "sync"
+
+
+def test_a_profiles_own_sweep_is_what_is_measured_unless_it_is_settled() -> None:
+    plan = planned("sync")
+    assert (plan.kind, plan.interleave) == ("sweep", False)
+    assert [choice.label for choice in plan.choices] == [
+        "weights.client=shared",
+        "weights.client=shared, spare",
+        "weights.client=dedicated",
+    ]
+    assert [choice.settings.experiment.weights.client for choice in plan.choices] == ["shared", "shared", "dedicated"]
+    assert [choice.settings.workload["pool"] for choice in plan.choices] == ["streams", "spare", "streams"]
+    assert planned("sync", "weights.client=dedicated").kind == "bench"
+    assert planned("sync", sweep="workload.streams=50,150").choices[1].label == "workload.streams=150"
+    assert [choice.label for choice in planned("sync", ablate=True).choices] == [
+        "all slow",
+        "weights.client=dedicated",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("profile", "overrides", "how", "words"),
+    [
+        ("rollout", (), {"sweep": "serving.max_num_seqs=16,64"}, "fixed when a server starts.*--serve"),
+        ("rollout", (), {"sweep": "serving.prefix_caching=true,false"}, "fixed when a server starts"),
+        ("rollout", (), {"serve": True}, "--server and --serve contradict"),
+        ("rollout", ("rollout.engine=torch",), {}, r"rollout\.engine is set by --server.*Drop --set"),
+        ("rollout", ("serving.servers=http://a:1",), {}, r"serving\.servers is set by --server"),
+        ("rollout", (), {"sweep": "rollout.concurrency=8,16", "interleave": True}, "cannot be interleaved"),
+        ("data", (), {}, "'data' does not measure what servers do"),
+        ("sync", ("workload.pool=none",), {}, r"workload\.pool"),
+    ],
+)
+def test_what_cannot_be_measured_on_servers_is_refused_in_one_line(
+    profile: str, overrides: tuple[str, ...], how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((UsageError, ConfigurationError), match=words) as caught:
+        planned(profile, *overrides, **how)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_fixed_at_the_start_can_be_swept_where_servers_are_started() -> None:
+    plan = planned("rollout", sweep="serving.max_num_seqs=16,64", server_urls=[], serve=True)
+    assert plan.serve
+    assert len({servers.start_settings(choice.settings.experiment) for choice in plan.choices}) == 2
+    same = planned("rollout", sweep="serving.share_prefix=true,false", server_urls=[], serve=True)
+    assert len({servers.start_settings(choice.settings.experiment) for choice in same.choices}) == 1
+
+
+# --- servers that run ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Process:
+    """The tests' own server as a process: `run_plan` has an event loop of its own."""
+
+    url: str
+    root: Path
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    root = tmp_path / "weights"
+    root.mkdir()
+    command = [sys.executable, fake_vllm.__file__, "--port", "0", "--root", str(root), "--max-num-seqs", "32"]
+    running = subprocess.Popen(
+        command, env={**os.environ, KEY_VARIABLE: KEY}, stdout=subprocess.PIPE, text=True, cwd=SERVING
+    )
+    assert running.stdout is not None
+    try:
+        port = running.stdout.readline().split()[1]
+        yield Process(f"http://127.0.0.1:{port}", root)
+    finally:
+        running.kill()
+        running.wait()
+        running.stdout.close()
+
+
+def test_a_report_says_what_the_servers_were(process: Process) -> None:
+    own = [given for given in ROLLOUT if "concurrency" not in given]
+    given = (*own, f"weights.root={process.root}", "repeats=2", "warmup=0")
+    plan = plan_bench("rollout", given, server_urls=[process.url], sweep="rollout.concurrency=4,16")
+    result = run_plan(plan, command="test")
+    assert (result.exit_code, result.report.status) == (0, "ok")
+    assert result.report.environment.vllm == "0.32.0"
+    assert result.report.config["servers"]["count"] == 1
+    assert result.report.config["servers"]["max_num_seqs"] == 32
+    few, many = result.report.variants
+    assert max(few.samples["engine_batch"].values) <= 4
+    assert max(many.samples["engine_batch"].values) > 4
+    assert sorted(path.name for path in process.root.glob("bench*/*")) == []  # no version is left behind
+
+
+def raised(url: str, *overrides: str) -> PvgError:
+    plan = plan_bench("rollout", (*ROLLOUT, *overrides), server_urls=[url])
+    with pytest.raises(PvgError) as caught:
+        run_plan(plan, command="test")
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_server_that_is_not_there_is_known_before_anything_runs() -> None:
+    error = raised(URL)
+    assert isinstance(error, ServerUnavailableError)
+    assert error.exit_code == 3
+    assert URL in error.message
+
+
+def test_a_setting_that_the_server_does_not_have_is_refused(process: Process) -> None:
+    error = raised(process.url, f"weights.root={process.root}", "serving.max_num_seqs=64")
+    assert isinstance(error, ConfigurationError)
+    assert "started with max_num_seqs = 32" in error.message
+
+
+def test_a_wrong_key_is_refused(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "another")
+    assert "refuses the control key" in raised(process.url).message
+
+
+@asynccontextmanager
+async def other_server() -> AsyncIterator[str]:
+    """An HTTP server without pvg's routes."""
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+    finally:
+        await runner.cleanup()
+
+
+def test_a_server_of_somebody_else_is_told_apart() -> None:
+    async def run() -> None:
+        async with other_server() as url:
+            plan = plan_bench("rollout", ROLLOUT, server_urls=[url])
+            with pytest.raises(MissingRequirementError, match=r"without pvg's control routes.*pvg serve") as caught:
+                await servers.look(plan.base.experiment)
+            assert caught.value.exit_code == 3
+
+    asyncio.run(run())
+
+
+# --- servers of its own ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Servers that are started are the tests' own; `max_num_seqs` of each. One of 7 does not start."""
+    started: list[int] = []
+
+    def spec(experiment: Experiment, *_: Any, log: Path, port: int) -> ServerSpec:
+        started.append(experiment.serving.max_num_seqs)
+        root = experiment.weights.root.absolute()
+        options = ["--port", str(port), "--root", str(root), "--max-num-seqs", str(started[-1])]
+        command = ["-c", "import sys; sys.exit('no such thing')"] if started[-1] == 7 else [fake_vllm.__file__]
+        return ServerSpec(
+            command=(sys.executable, *command, *options),
+            environment={**os.environ, KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join([str(SERVING), *sys.path])},
+            host="127.0.0.1",
+            port=port,
+            model="fake",
+            runner="generate",
+            interpreter=Interpreter(Path(sys.executable), "0.32.0", "cpu", "a test"),
+            log=log.absolute(),
+            startup_s=60.0,
+        )
+
+    monkeypatch.setattr(servers, "server_spec", spec)
+    interpreter: Callable[[str], Interpreter] = lambda setting: Interpreter(Path(sys.executable), "0.32.0", "cpu", "")  # noqa: E731
+    monkeypatch.setattr(servers, "find_interpreter", interpreter)
+    return started
+
+
+def served(tmp_path: Path, sweep: str, *overrides: str) -> tuple[Any, list[str]]:
+    root = tmp_path / "weights"
+    root.mkdir()
+    given = (*ROLLOUT, f"weights.root={root}", "repeats=1", "warmup=0", *overrides)
+    told: list[str] = []
+    result = run_plan(plan_bench("rollout", given, serve=True, sweep=sweep), command="test", on_server=told.append)
+    return result, told
+
+
+def test_each_start_up_setting_gets_a_server_and_none_is_left(tmp_path: Path, starts: list[int]) -> None:
+    result, told = served(tmp_path, "serving.max_num_seqs=2,32")
+    assert result.report.status == "ok", result.report.reason
+    assert starts == [2, 32]
+    assert [line.split()[0] for line in told] == ["starting", *told[1].split()[:1], "starting", *told[3].split()[:1]]
+    urls = [line.split()[0] for line in told if "is ready" in line]
+    assert len(urls) == 2
+    assert result.report.config["servers"]["max_num_seqs"] == [2, 32]
+    assert result.report.environment.vllm == "0.32.0"
+    for url in urls:
+        assert asyncio.run(_refuses(url))
+
+
+async def _refuses(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").partition(":")
+    try:
+        _, writer = await asyncio.open_connection(host, int(port))
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
+
+
+def test_variants_that_can_share_a_server_do(tmp_path: Path, starts: list[int]) -> None:
+    result, _ = served(tmp_path, "serving.share_prefix=false,true", "rollout.concurrency=1")
+    assert result.report.status == "ok", result.report.reason
+    assert len(starts) == 1
+    off, on = (variant.samples["prefix_share"].values[0] for variant in result.report.variants)
+    assert (off, on > 0.5) == (0.0, True)
+
+
+def test_a_server_that_does_not_start_fails_its_variant_alone(tmp_path: Path, starts: list[int]) -> None:
+    result, _ = served(tmp_path, "serving.max_num_seqs=7,32")
+    assert result.exit_code == 3
+    failed, ok = result.report.variants
+    assert (failed.status, ok.status) == ("failed", "ok")
+    assert "ended before it was ready" in failed.reason

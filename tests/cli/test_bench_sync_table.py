@@ -1,0 +1,101 @@
+"""The tables of a `sync` benchmark on servers: its derived figures, by client, on the terminal and on the page."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from made_reports import higher, lower, made_report, variant
+from rich.console import Console
+
+from cli.bench_sync import cost_cells, has_updates, notes, update_cells
+from cli.bench_tables import report_text
+from pvg.bench.profile import load_profile
+from pvg.bench.report import BenchReport, Variant
+from pvg.bench.workloads.sync_servers import PARTS, TIMES
+
+WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
+
+
+def client(label: str, queue_ms: float, updates: int = 100) -> Variant:
+    """A variant whose figures can be told apart: wall is 1000 + queue, rpc 1000; p95 twice and p99 three times p50."""
+    middle = {"wall": 1000 + queue_ms, "rpc": 1000.0, "queue": queue_ms}
+    middle |= {part: 10.0 + place for place, part in enumerate(PARTS)}
+    derived = {
+        f"{name}_p{percentile}_ms": times * value
+        for name, value in middle.items()
+        for times, percentile in ((1, 50), (2, 95), (3, 99))
+    }
+    measured = {
+        "loaded_queue_p95_ms": lower([queue_ms, queue_ms + 1], "ms"),
+        "wall_s": lower([1.0, 2.0]),
+        "tokens_per_s_before": higher([6000.0, 6000.0]),
+        "tokens_per_s_during": higher([4000.0, 5000.0]),
+        "tokens_per_s_after": higher([6100.0, 6100.0]),
+    }
+    return variant(measured, label, derived | {"updates": float(updates), "updates_per_s": 2.5})
+
+
+def report(*clients: Variant, **changes: Any) -> BenchReport:
+    plain = load_profile("sync-vllm").plain()
+    return made_report(*clients, **({"profile": "sync", "name": "sync-vllm", "config": plain, "work": WORK} | changes))
+
+
+def shown(made: BenchReport) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report_text(made, Path("r.json"), {}))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_each_client_has_its_row_and_each_figure_its_place() -> None:
+    made = report(client("weights.client=shared", 900.0), client("weights.client=dedicated", 12.0))
+    assert has_updates(made)
+    cells = update_cells(made)
+    assert dict(zip(cells.header, cells.rows[1], strict=True)) == {
+        "client": "dedicated",
+        "wall p50": "1,012", "wall p95": "2,024", "wall p99": "3,036",
+        "rpc p50": "1,000", "rpc p95": "2,000", "rpc p99": "3,000",
+        "queue p50": "12.0", "queue p95": "24.0", "queue p99": "36.0",
+    }  # fmt: skip
+    cost = cost_cells(made)
+    row = dict(zip(cost.header, cost.rows[0], strict=True))
+    assert (row["client"], row["tokens/s before"], row["tokens/s during"], row["tokens/s after"]) == (
+        "shared", "6,000", "4,500", "6,100",
+    )  # fmt: skip
+    assert row["updates /s"] == "2.5"
+    text = shown(made)
+    assert "An update among the streams, ms" in text
+    assert "900" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("dedicated") and "36.0" in line]
+    assert line.split() == list(cells.rows[1])
+
+
+def test_what_stands_behind_the_percentiles_is_said() -> None:
+    enough = notes(report(client("weights.client=shared", 900.0)))
+    assert enough[0] == "Percentiles over the 100 updates of all samples of a client, under 150 streams."
+    assert any(note.startswith("shared: through generation's pool") for note in enough)
+    assert not any("fewer than 100" in note for note in enough)
+    few = notes(report(client("weights.client=shared", 900.0, updates=40)))
+    assert "fewer than 100" in few[1]
+
+
+def test_one_client_alone_is_named_by_its_setting() -> None:
+    made = report(client("", 12.0), kind="bench")
+    assert update_cells(made).rows[0][0] == "dedicated"
+    assert "An update among the streams" in shown(made)
+
+
+def test_a_report_of_the_torch_engine_has_no_such_table() -> None:
+    torch = made_report(variant({"loaded_wall_p95_ms": lower([1.0, 2.0], "ms")}), profile="sync", kind="bench")
+    assert not has_updates(torch)
+    assert "An update among the streams" not in shown(
+        made_report(variant({"tokens_per_s": higher([1.0, 2.0])}), kind="bench")
+    )
+
+
+def test_the_profile_names_what_the_workload_measures() -> None:
+    """A table reads `derived` by name."""
+    assert set(TIMES) == {"wall", "rpc", "queue"}
+    assert set(PARTS) == {"arrival", "pause", "load", "resume", "stage"}
