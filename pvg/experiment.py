@@ -194,7 +194,9 @@ class Game(Section):
     stop_min_steps: Annotated[int, Field(ge=0)] = 10
 
 
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")]
+URL_PATTERN = r"^https?://[^/\s]+/?$"
+URL_EXAMPLE = "Write http:// or https://, host and port, and no path: http://127.0.0.1:8000"
+Url = Annotated[str, Field(pattern=URL_PATTERN)]
 
 
 def _names(value: Any) -> Any:
@@ -502,6 +504,8 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
     if first["type"].startswith("union_tag"):
         return ConfigurationError(f"task.kind must be one of {', '.join(TASKS)}{suffix}.")
     given = repr(first["input"])
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
+        return ConfigurationError(f"{key}: {given[:60]} is no address of a server{suffix}.", URL_EXAMPLE)
     return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
 
 

@@ -310,8 +310,8 @@ def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str)
         (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
         (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 are too few"),
         (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "serves the verifier too"),
-        (["serving.servers=127.0.0.1:8000"], "should match pattern"),
-        (["serving.servers=http://127.0.0.1:8000/v1"], "should match pattern"),
+        (["serving.servers=127.0.0.1:8000"], "is no address of a server"),
+        (["serving.servers=http://127.0.0.1:8000/v1"], "is no address of a server"),
     ],
 )
 def test_servers_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:

@@ -395,3 +395,15 @@ def test_the_first_checksums_are_of_weights_that_the_server_did_not_start_with(t
 
     with ThreadPoolExecutor(1) as executor:
         run(use, tmp_path, checksums=Checksums("float32", executor, always=False))
+
+
+def test_servers_that_refuse_the_first_weights_ask_whether_they_serve_this_model(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        for server in d.servers:
+            server.fail_loads = 100
+        with pytest.raises(WeightsNotArrivedError, match="No server took version 0") as caught:
+            await d.publish(0)
+        assert ".." not in caught.value.message
+        assert "models.prover" in caught.value.remedy
+
+    run(use, tmp_path)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -330,8 +330,9 @@ class VllmEngine(Engine):
         refusals = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
         if refusals and not delivered:
             raise WeightsNotArrivedError(
-                f"No server took version {newest.label.version} of the weights: {'; '.join(map(str, refusals))}.",
-                "Look at the server's log, then continue with --resume.",
+                f"No server took version {newest.label.version} of the weights: "
+                f"{'; '.join(str(refusal).rstrip('. ') for refusal in refusals)}.",
+                _after_refusal({refusal.code for refusal in refusals}, newest.label.version),
             )
         return delivered
 
@@ -496,6 +497,15 @@ class VllmEngine(Engine):
                 seconds=self._stats.seconds + passed,
             )
         self._in_flight_since = now
+
+
+def _after_refusal(codes: Collection[str], version: int) -> str:
+    """What to do when servers refused weights for the reasons `codes`."""
+    if "older_session" in codes:
+        return "Another run publishes to it: give each run servers of its own, then continue with --resume."
+    if "load_failed" in codes and version == 0:  # the model as it is before the first step
+        return "Does it serve this experiment's models.prover? Restart it: `pvg serve` with this experiment's settings."
+    return "Look at the server's log, then continue with --resume."
 
 
 def _was_sent(label: str) -> bool:

@@ -69,10 +69,11 @@ def _open_transfer(
     from pvg.weights.transports.transfer import TransferTransport
 
     lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
+    install = ', or install the extra: pip install "pvg[vllm]"' if lacking == "vLLM" else ""
     if lacking:
         raise MissingRequirementError(
             f'weights.transport = "{section.transport}" needs {lacking} where the trainer runs.',
-            'Set weights.transport = "filesystem", or install the extra: pip install "pvg[vllm]"',
+            f'Set weights.transport = "filesystem"{install}',
         )
     device = torch.device("cuda", torch.cuda.current_device())
     return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
