@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ POLL_S = 0.2  # between two looks at a starting server
 HEALTH_S = 5.0  # for one answer to "are you there"
 CONNECT_S = 5.0
 GONE_S = 40.0  # for the last process of a server that ends: supervisor.KILL_S, and the guard's look
+BOOT_VARIABLE = "PVG_BOOT"  # read by pvg_vllm
 TOO_OLD = "unrecognized arguments"
 
 OnProgress = Callable[[Stage], None]
@@ -57,6 +59,7 @@ class VllmServer:
         self.pid = 0
         self.key = spec.environment[KEY_VARIABLE]
         self.pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=CONNECT_S, key=self.key, fresh=True)
+        self.boot = ""  # of the running one, as it tells it in /pvg/info
         self._log = LogTail(spec.log)
         self._process: subprocess.Popen[bytes] | None = None
         self._exit: int | None = None  # vLLM's, negative for a signal
@@ -128,13 +131,14 @@ class VllmServer:
     def _spawn(self) -> subprocess.Popen[bytes]:
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         self.spec.log.touch()
+        self.boot = secrets.token_hex(8)
         command = [sys.executable, "-I", "-S", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
         try:
             process = subprocess.Popen(
                 [*command, *self.spec.command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=dict(self.spec.environment),
+                env={**self.spec.environment, BOOT_VARIABLE: self.boot},
                 start_new_session=True,  # Ctrl-C is for us, and we end it
             )
         except OSError as error:
@@ -144,10 +148,12 @@ class VllmServer:
         return process
 
     async def _healthy(self) -> bool:
-        """Whether /health answers with 200. A server that is not there yet refuses the connection."""
+        """Whether our server answers, and its engine. One that is not there yet refuses the connection; another one,
+        which took the port in the meantime, has another boot."""
         with contextlib.suppress(ServerFault):
             await self.pool.request("GET", f"{self.url}/health", timeout_s=HEALTH_S)
-            return self._poll() is None  # or it was another server, which took the port in the meantime
+            told = (await self.pool.request("GET", f"{self.url}/pvg/info", timeout_s=HEALTH_S)).json()
+            return isinstance(told, dict) and told.get("boot") == self.boot
         return False
 
     async def _first_request(self) -> None:

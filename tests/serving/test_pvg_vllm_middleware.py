@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from pvg.serving.server_side.pvg_vllm import routes
 from pvg.serving.server_side.pvg_vllm.exchange import Message, Receive, Scope, Send
-from pvg.serving.server_side.pvg_vllm.middleware import PvgMiddleware
+from pvg.serving.server_side.pvg_vllm.middleware import ADMITTED_AT_A_TIME, PvgMiddleware
 
 KEY = "a-key"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
@@ -29,7 +29,11 @@ class Engine:
         self.faults: list[str | Exception] = []
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
-                runner_type="generate", dtype="torch.bfloat16", max_model_len=128, logprobs_mode="processed_logprobs"
+                runner_type="generate",
+                dtype="torch.bfloat16",
+                max_model_len=128,
+                logprobs_mode="processed_logprobs",
+                hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=64, vocab_size=320),
             ),
             lora_config=SimpleNamespace(max_lora_rank=16),
             scheduler_config=SimpleNamespace(max_num_seqs=64),
@@ -183,6 +187,22 @@ def test_generation_needs_no_key_and_is_not_touched(server: Server, path: str) -
     assert (status, server.reached, headers) == (200, [path], {})
 
 
+@pytest.mark.parametrize("open_to_network", ["", "1"])
+def test_a_control_call_does_not_wait_for_a_batch_of_requests_to_be_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch, open_to_network: str
+) -> None:
+    monkeypatch.setenv("PVG_OPEN_TO_NETWORK", open_to_network)
+    server = Server()
+
+    async def drive() -> None:
+        requests = [asyncio.create_task(server.asked("POST", "/inference/v1/generate")) for _ in range(150)]
+        await asyncio.gather(asyncio.create_task(server.asked("POST", "/pause")), *requests)
+
+    asyncio.run(drive())
+    assert len(server.reached) == 151
+    assert server.reached.index("/pause") <= 2 * ADMITTED_AT_A_TIME
+
+
 def test_an_open_server_asks_for_the_key_everywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PVG_OPEN_TO_NETWORK", "1")
     server = Server()
@@ -254,7 +274,8 @@ def test_info(server: Server) -> None:
     assert status == 200
     assert len(bytes.fromhex(found.pop("boot"))) == 8
     assert found == {
-        "protocol": 1, "vllm": "0.0.1", "model": "prover", "runner": "generate", "dtype": "bfloat16",
+        "protocol": 1, "vllm": "0.0.1", "model": "prover", "shape": "2 layers of 64, 320 tokens", "runner": "generate",
+        "dtype": "bfloat16",
         "max_model_len": 128, "max_num_seqs": 64, "prefix_caching": True, "logprobs_mode": "processed_logprobs",
         "max_lora_rank": 16, "label": "default", "paused": False, "world_size": 1,
     }  # fmt: skip

@@ -1,12 +1,13 @@
 """`PvgMiddleware`: stands before all of vLLM's routes. Stamps control calls at their first byte, asks for the key,
 keeps closed what must stay closed, and serves /pvg/*.
 
-Generation is free of the key on a loopback address and passes through untouched. Every other route needs
-`Authorization: Bearer KEY`: what vLLM adds in a later version is locked until it is named here.
+Generation is free of the key on a loopback address and passes through, a few requests in each turn of the event loop.
+Every other route needs `Authorization: Bearer KEY`: what vLLM adds in a later version is locked until it is named here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import time
@@ -17,16 +18,15 @@ from .exchange import App, Gone, Message, Receive, Scope, Send, header, read_tab
 from .refusal import Refusal
 from .routes import Call, Routes
 
-FREE = frozenset(
-    {
-        "/health", "/ping", "/version", "/metrics", "/v1/models",
-        "/inference/v1/generate", "/v1/completions", "/v1/chat/completions",
-        "/classify", "/pooling", "/tokenize", "/detokenize",
-    }
-)  # fmt: skip
+COMPUTED = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})
+FREE = COMPUTED | {"/health", "/ping", "/version", "/metrics", "/v1/models", "/tokenize", "/detokenize"}
 FREE_ON_A_NETWORK = frozenset({"/health", "/ping"})
 # They run any method of a worker, or load adapters from any path; /pvg/weights and /pvg/adapters are the way in.
 CLOSED = ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
+
+# Requests for tokens that begin in one turn of the event loop. A batch that arrives at once would else be read and
+# queued in a single turn, of 100 ms and more, and a control call that comes then would wait to be seen at all.
+ADMITTED_AT_A_TIME = 8
 
 RECEIVED_HEADER = b"x-pvg-received-ns"
 WORK_HEADER = b"x-pvg-work-ms"
@@ -45,9 +45,13 @@ class PvgMiddleware:
         self._credentials = b"Bearer " + key.encode()
         self._free = FREE_ON_A_NETWORK if os.environ.get("PVG_OPEN_TO_NETWORK") == "1" else FREE
         self._routes = Routes(Path(root))
+        self._admission = asyncio.Semaphore(ADMITTED_AT_A_TIME)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or routed_path(scope) in self._free:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif routed_path(scope) in self._free:
+            await self._wait_for_turn(scope)
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await self._control(scope, receive, send)
@@ -70,11 +74,18 @@ class PvgMiddleware:
                 body = {} if scope["method"] == "GET" else await read_table(receive)
                 await reply(stamped, 200, await route(Call(scope["app"].state, body, stamped.trace)))
             else:
+                await self._wait_for_turn(scope)
                 await self._app(scope, receive, stamped)
         except Refusal as refusal:
             await refuse(stamped, refusal)
         except Gone:
             return
+
+    async def _wait_for_turn(self, scope: Scope) -> None:
+        """First come, first served; only for requests that have company."""
+        if routed_path(scope) in COMPUTED:
+            async with self._admission:
+                await asyncio.sleep(0)
 
     def _has_key(self, scope: Scope) -> bool:
         return hmac.compare_digest(header(scope, b"authorization"), self._credentials)

@@ -9,6 +9,7 @@ from exactly the weights that its label names, whatever the client salted its pr
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -61,7 +62,7 @@ class Routes:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._boot = secrets.token_hex(8)
+        self._boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)  # whoever starts us may know us by it
         self._updating = asyncio.Lock()
         self._newest_adapter: Label | None = None
         self._table: dict[str, tuple[str, Route]] = {
@@ -90,6 +91,7 @@ class Routes:
             "boot": self._boot,
             "vllm": _vllm_version(),
             "model": call.state.openai_serving_models.base_model_paths[0].name,
+            "shape": model_shape(model.hf_text_config),
             "runner": model.runner_type,
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
@@ -171,6 +173,13 @@ async def _update(engine: Any, label: Label, files: Sequence[Path], keep_kv: boo
         )
     parts = ("pause_ms", "load_ms", "resume_ms")
     return {part: (times[i + 1] - times[i]) * 1e3 for i, part in enumerate(parts)}
+
+
+def model_shape(config: Any) -> str:
+    """The sizes of a model, as pvg.models.language_model says them of the trainer's; empty for a configuration that
+    does not tell them."""
+    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
+    return "{} layers of {}, {} tokens".format(*sizes) if all(isinstance(size, int) for size in sizes) else ""
 
 
 def _vllm_version() -> str:
