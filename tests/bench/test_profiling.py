@@ -135,8 +135,9 @@ def test_threads_are_sampled_and_waiting_ones_are_not_counted(tmp_path: Path) ->
         working.join()
     sampled = read_speedscope(output)
     assert sampled.frames[0].function == "spin_here"
-    assert sampled.frames[0].share > 0.6  # with the main thread's waiting it would be half at most
-    assert sampled.waiting > 0
+    # With the main thread's waiting it would be half at most. How many samples of that there are is up to the kernel:
+    # where it tells py-spy that a thread sleeps, py-spy takes none.
+    assert sampled.frames[0].share > 0.6
 
 
 @needs_py_spy
