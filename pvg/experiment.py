@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 import pvg
 from pvg.errors import ConfigurationError, UsageError
@@ -206,7 +206,13 @@ def _names(value: Any) -> Any:
     return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value
 
 
-Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names)]  # one, several with commas, or a list
+def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Each server once, however its address is written."""
+    return tuple(dict.fromkeys(url.rstrip("/").lower() for url in value))
+
+
+# One, several with commas, or a list.
+Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names), AfterValidator(_addresses)]
 
 
 class Serving(Section):
@@ -248,7 +254,8 @@ class Weights(Section):
     timeout_s: Positive = 600.0  # of one update
     canary_prompts: Annotated[int, Field(ge=0)] = 4  # scored by trainer and servers after every update; 0: no canary
     canary_tolerance: Positive | None = None  # largest log-prob gap in nats; None: by the sampler's dtype
-    checksums: Literal["first", "always", "never"] = "first"  # updates after which tensors are compared bit by bit
+    checksums: Literal["first", "always", "never"] = "first"  # tensors compared bit by bit: at every
+    # update, or up to the first one that changed them
 
 
 class Evaluation(Section):

@@ -318,6 +318,14 @@ def test_servers_that_cannot_work_are_refused(tmp_path: Path, overrides: list[st
     assert says in complaint(tmp_path, *overrides).message
 
 
+def test_a_server_counts_once_however_its_address_is_written(tmp_path: Path) -> None:
+    urls = "http://Localhost:8000/,http://localhost:8000,http://localhost:8001"
+    found = load_experiment(write(tmp_path, ""), [f"serving.servers={urls}"]).serving.servers
+    assert found == ("http://localhost:8000", "http://localhost:8001")
+    both = ["rollout.engine=vllm", "serving.servers=http://a:1/", "serving.verifier_servers=http://a:1"]
+    assert "serves the verifier too" in complaint(tmp_path, *both).message
+
+
 def test_servers_and_transports_change_nothing_that_is_computed() -> None:
     elsewhere = {"serving": {"servers": ["http://10.0.0.1:8000"]}, "weights": {"client": "shared"}}
     assert build_experiment(elsewhere).hash() == Experiment().hash()

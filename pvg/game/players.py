@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -70,15 +71,17 @@ class Players:
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         self.base: LanguageModel = open_model(experiment.models.prover, self.device)
-        rollout = experiment.rollout
-        self.engine = open_engine(
-            Setting(experiment, self.base, self.executor, events or Unheard(), run, self._canary_prompts)
-        )
+        rollout, events = experiment.rollout, events or Unheard()
+        self.verifier_serving: VerifierServing | None = None
+        try:
+            if experiment.verifier.engine == "vllm":
+                self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
+            self.engine = open_engine(Setting(experiment, self.base, self.executor, events, run, self._canary_prompts))
+        except BaseException:  # nothing has been asked of a server yet
+            self._let_go()
+            raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the newest update
-        self.verifier_serving: VerifierServing | None = None
-        if experiment.verifier.engine == "vllm":
-            self.verifier_serving = VerifierServing(experiment, self.executor, events or Unheard(), run)
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
             stop_ids=(self.base.tokenizer.eos_id,),
@@ -93,14 +96,17 @@ class Players:
         """What the last bits of a result depend on."""
         return f"torch {torch.__version__} on {self.device.type}, {torch.get_num_threads()} threads"
 
-    async def ready(self) -> None:
-        """Make sure that the engine can serve. One that cannot know which weights it has gets the base prover's: this
-        tries the whole way from here to its answers before anything depends on it.
+    async def ready(self, *, scoring: bool = True) -> None:
+        """Make sure that the engine can serve, and with `scoring` the verifier's servers. An engine that cannot know
+        which weights it has gets the base prover's: this tries the whole way from here to its answers before anything
+        depends on it.
 
         What is in memory then stays there: the garbage collector need not go through a million objects of torch and
         transformers again and again, each time for 0.1 to 0.5 s in which the event loop hears nobody.
         """
         await self.engine.ready()
+        if scoring and self.verifier_serving is not None:
+            await self.verifier_serving.ready()
         if self.engine.version < 0:
             await self.publish(self.base.weights(), 0)
         gc.collect()
@@ -148,9 +154,13 @@ class Players:
 
     async def close(self) -> None:
         gc.unfreeze()
-        if self.verifier_serving is not None:
-            await self.verifier_serving.close()
-        await self.engine.close()
+        async with AsyncExitStack() as rest:  # each of it, also where something of it fails
+            rest.callback(self._let_go)
+            rest.push_async_callback(self.engine.close)
+            if self.verifier_serving is not None:
+                await self.verifier_serving.close()
+
+    def _let_go(self) -> None:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)

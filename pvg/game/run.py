@@ -40,6 +40,7 @@ from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.cuda_clock import CudaClock
+from pvg.telemetry.events import Events
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import Tracer, span
@@ -104,9 +105,16 @@ async def _play_phases(session: Session) -> None:
 
 
 async def open_session(
-    experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
+    experiment: Experiment,
+    run: RunDirectory,
+    observer: Observer,
+    stop: asyncio.Event,
+    stack: AsyncExitStack,
+    *,
+    scoring: bool = True,
 ) -> Session:
-    """Everything a run needs, open until `stack` is left. From here on the caller's task drives the tracer."""
+    """Everything a run needs, open until `stack` is left; `scoring`: whether it asks a verifier. From here on the
+    caller's task drives the tracer."""
     tracer = Tracer()
     stack.enter_context(tracer.drive())
     with span("open_models"):
@@ -115,7 +123,7 @@ async def open_session(
         stack.callback(ledger.close)
         for notice in ledger.notices:
             observer.noticed(notice)
-        players = Players(experiment, task, ServerNotices(ledger.log, observer.noticed), run=run.name)
+        players = Players(experiment, task, _notices(experiment, ledger.log, observer.noticed), run=run.name)
         stack.push_async_callback(players.close)
         if players.device.type == "cuda":
             tracer.use_device_clock(CudaClock())
@@ -125,12 +133,17 @@ async def open_session(
         session = Session(experiment, task, ledger, players, render, observer, stop, tracer)
         check_prompts_fit(session)
     with span("sync"):
-        await players.ready()
+        await players.ready(scoring=scoring)
     ledger.log.event("run", event="start", run=run.name, round=ledger.state.round, phase=ledger.state.phase.value)
     session.monitoring = await stack.enter_async_context(monitoring_of(session, run))
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
     return session
+
+
+def _notices(experiment: Experiment, log: Events, notice: Callable[[str], None]) -> ServerNotices:
+    serving = experiment.serving
+    return ServerNotices(log, notice, [serving.servers, serving.verifier_servers, serving.reference_servers])
 
 
 def monitoring_of(session: Session, run: RunDirectory) -> Monitoring:

@@ -38,7 +38,7 @@ async def sample_only(
     """
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
-        session = await open_session(experiment, run, observer, stop, stack)
+        session = await open_session(experiment, run, observer, stop, stack, scoring=False)
         if session.state.phase is not Phase.INIT or session.state.shards:
             raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
         roles = list(Role) if role == "both" else [Role(role)]

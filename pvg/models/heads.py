@@ -51,6 +51,11 @@ class VerifierModel(nn.Module):
         return self._language_model.max_length
 
     @property
+    def shape(self) -> str:
+        """The language model's sizes, as LanguageModel says them."""
+        return self._language_model.shape
+
+    @property
     def device(self) -> torch.device:
         return self._language_model.device
 

@@ -82,6 +82,12 @@ class LanguageModel:
         """Tied weights count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
+    @property
+    def shape(self) -> str:
+        """Layers, width and vocabulary: what weights must agree in to be of the same model. Servers say it alike."""
+        config = self.module.config.get_text_config()
+        return f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.vocab_size} tokens"
+
     def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
         """Independent weights on the same device, in `dtype` (None: the same); the caller owns the copy."""
         module = copy.deepcopy(self.module)

@@ -80,6 +80,8 @@ def server_spec(
     Raises ConfigurationError for a model or a verifier's head that vLLM does not serve, and for a key that is none.
     """
     check_heads(folder, interpreter)
+    if purpose == "prover":
+        check_transport(experiment, interpreter)
     name = model_name(experiment, purpose, folder)
     runner: Literal["generate", "pooling"] = "pooling" if kind_for(experiment, purpose) == "classifier" else "generate"
     arguments = ["--model", str(folder), "--served-model-name", name, "--host", host, "--port", str(port)]
@@ -119,6 +121,16 @@ def check_heads(folder: Path, interpreter: Interpreter) -> None:
             f"{folder.name} has attention heads of {size} numbers, and vLLM's CPU build computes heads of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))} only.",
             "Choose another model, or leave this one to the torch engine.",
+        )
+
+
+def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError for a way of new weights into the server that its device does not have."""
+    transport = experiment.weights.transport
+    if transport in TRANSFER_BACKENDS and interpreter.device == "cpu":
+        raise ConfigurationError(
+            f"weights.transport = {transport!r} copies from GPU to GPU, and {interpreter.python} has vLLM's CPU build.",
+            "Set weights.transport to 'filesystem'.",
         )
 
 

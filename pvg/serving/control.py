@@ -34,6 +34,7 @@ class ServerInfo:
     boot: str
     vllm: str
     model: str
+    shape: str  # layers, width and vocabulary; empty where its configuration does not tell
     runner: str  # "generate" or "pooling"
     dtype: str
     max_model_len: int
@@ -67,6 +68,16 @@ class Delivery:
     def arrival_ms(self) -> float:
         """The part of `queue_ms` before the server's first byte, as far as the two clocks agree; 0 where unknown."""
         return (self.received_ns - self.sent_ns) / 1e6 if self.sent_ns and self.received_ns else 0.0
+
+
+def check_shape(info: ServerInfo, shape: str, setting: str) -> None:
+    """Raises ConfigurationError for a server whose model has other sizes than `shape`, those of the trainer's. Weights
+    that do not fit would leave its engine with half of them."""
+    if shape and info.shape and info.shape != shape:
+        raise ConfigurationError(
+            f"{info.url} serves {info.model!r} ({info.shape}), and {setting} has {shape}.",
+            "Start it with `pvg serve` and this experiment's settings, or name another server.",
+        )
 
 
 class ControlClient:

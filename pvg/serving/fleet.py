@@ -1,4 +1,4 @@
-"""The servers of one engine: which of them live, which weights each has, and which one gets the next request.
+"""The servers that have one model: which of them live, which weights each has, and which one gets the next request.
 
 A server is *up*, *stale* (it lives, but its weights are not the newest: it missed an update, or was restarted), or
 *away*. Every server is asked how it is at regular intervals, and at once when a request failed on it. A stale one is
@@ -15,13 +15,17 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.errors import PvgError, ServerUnavailableError, StateError
 from pvg.experiment import Serving
-from pvg.serving.control import ControlClient, ServerInfo
+from pvg.serving.control import ControlClient, Delivery, ServerInfo
+from pvg.serving.labels import Label
 from pvg.serving.pool import Broken, ServerFault, Silent, Unreachable
 from pvg.telemetry.events import Events
+
+if TYPE_CHECKING:
+    from pvg.weights.transports.transport import Transport
 
 T = TypeVar("T")
 
@@ -106,21 +110,25 @@ class Fleet:
         """Those that can be sent weights: up or stale."""
         return [server for server in self.servers if server.state != "away"]
 
-    async def open(self) -> None:
+    async def look(self) -> None:
         """Ask every server once; those that answer are stale until they get weights. Raises what the user can mend,
         and ServerUnavailableError when none answers at all."""
-        self._failure = None
         outcomes = await asyncio.gather(*(server.control.info() for server in self.servers), return_exceptions=True)
         for server, outcome in zip(self.servers, outcomes, strict=True):
             if isinstance(outcome, ServerInfo):
                 self._check(outcome)
                 server.info, server.label, server.state = outcome, outcome.label, "stale"
             elif isinstance(outcome, ServerFault):
-                server.fault = outcome
+                server.fault, server.state = outcome, "away"
             else:
                 raise outcome
         if not self.alive:
             raise self._unavailable("No server answers")
+
+    async def open(self) -> None:
+        """`look`, and from here on watch them all."""
+        self._failure = None
+        await self.look()
         for server in self.servers:
             if server.state == "away":
                 self._tell(server, "away")
@@ -173,6 +181,20 @@ class Fleet:
         server.fault = fault
         self._set(server, "away")
         self._cut_off(server)
+
+    async def deliver(
+        self, servers: Sequence[Server], transport: Transport, label: Label, trace: str
+    ) -> list[Delivery | BaseException]:
+        """Have `transport` send what it staged last to `servers`; one outcome for each, in their order. While this
+        lasts, silence is no reason to give a server up, and nobody knows which weights it has. The caller holds
+        `updating`, and decides about those that failed."""
+        for server in servers:
+            server.loading, server.settled = True, False
+        try:
+            return await transport.send([server.control for server in servers], label, trace)
+        finally:
+            for server in servers:
+                server.loading = False
 
     def arrived(self, server: Server, label: str) -> None:
         """The server has the newest weights."""

@@ -15,6 +15,7 @@ from pvg.store.atomic import disk_full_explained, make_directory, sync_directory
 
 KEY_VARIABLE = "PVG_CONTROL_KEY"
 KEY_FILE = "control.key"
+SHORTEST_KEY = 16
 
 
 def control_key(root: Path) -> str:
@@ -68,8 +69,9 @@ def _read(path: Path) -> str:
 
 
 def _checked(key: str, where: str) -> str:
-    if not key.isascii() or not key.isprintable() or " " in key or not key:
+    if not key.isascii() or not key.isprintable() or " " in key or len(key) < SHORTEST_KEY:
         raise ConfigurationError(
-            f"{where} holds no key: it must be printable ASCII without blanks.", "Remove it: a new one will be made."
+            f"{where} holds no key: it must be {SHORTEST_KEY} or more characters of printable ASCII, without blanks.",
+            "Remove it: a new one will be made.",
         )
     return key

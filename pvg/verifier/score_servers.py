@@ -1,6 +1,6 @@
 """`ScoreServers`: several vLLM servers with one model, asked for what it says of solutions.
 
-Which server lives, and which gets the next request, is the business of `pvg.rollout.vllm.fleet`.
+Which server lives, and which gets the next request, is the business of `pvg.serving.fleet`.
 
 Invariant 2, the servers' part: an answer is returned only if its server had the wanted weights. A reply that tells its
 weights is believed; and when the answers are in, every server that gave one is asked for its boot and its label. These
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from pvg.errors import ConfigurationError, ServerUnavailableError
 from pvg.experiment import Serving
 from pvg.records import Float32
-from pvg.rollout.vllm.fleet import Fleet, Server, StaleWeights
-from pvg.serving.control import ControlClient, ServerInfo
+from pvg.serving.control import ControlClient, ServerInfo, check_shape
+from pvg.serving.fleet import Fleet, Server, StaleWeights
 from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.verifier.backend import ScoreInput
@@ -73,18 +73,21 @@ class ScoreServers:
         self._events = events
         self._setting = setting
         self._room = asyncio.Semaphore(CONCURRENCY)
+        self._shape = ""  # of the verifier, once it is known
 
     @property
     def controls(self) -> list[ControlClient]:
         return [server.control for server in self.fleet.servers]
 
-    async def open(self) -> None:
+    async def look(self) -> None:
         """Ask the servers how they are. Raises ServerUnavailableError when none answers, ConfigurationError or
         MissingRequirementError for one that cannot serve this verifier."""
-        try:
-            await self.fleet.open()
-        except ServerUnavailableError as error:
-            raise ServerUnavailableError(error.message, self._remedy()) from None
+        await self._explained(self.fleet.look())
+
+    async def open(self, shape: str) -> None:
+        """`look`, and from here on watch them. `shape`: the verifier's, which theirs must be."""
+        self._shape = shape
+        await self._explained(self.fleet.open())
 
     async def until_one_is_up(self) -> None:
         """Raises ServerUnavailableError when that takes longer than `serving.unavailable_s`."""
@@ -174,8 +177,12 @@ class ScoreServers:
         raise self.gave_up(f"Rollout {inputs[0].rollout_id} could not be scored in {attempt} attempts ({failed})")
 
     async def _acquire(self, avoid: Server | None) -> Server:
+        return await self._explained(self.fleet.acquire(avoid=avoid))
+
+    async def _explained(self, work: Awaitable[T]) -> T:
+        """ServerUnavailableError with the remedy for these servers."""
         try:
-            return await self.fleet.acquire(avoid=avoid)
+            return await work
         except ServerUnavailableError as error:
             raise ServerUnavailableError(error.message, self._remedy()) from None
 
@@ -200,6 +207,7 @@ class ScoreServers:
                 f"{info.url} is a server of the kind {info.runner!r}, and {self._setting} needs {self.head.runner!r}.",
                 self._remedy(),
             )
+        check_shape(info, self._shape, "models.verifier")
 
     def _check_lengths(self, inputs: Sequence[ScoreInput]) -> None:
         longest = max(inputs, key=lambda entry: len(entry.ids))

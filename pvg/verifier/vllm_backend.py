@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.experiment import Experiment
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32
-from pvg.rollout.vllm.fleet import Server
 from pvg.serving.control import ControlClient, Delivery
+from pvg.serving.fleet import Server
 from pvg.serving.keys import control_key
 from pvg.serving.labels import Label, Session
 from pvg.serving.limits import ConnectionLimits
@@ -128,6 +129,13 @@ class VerifierServing:
         catch_up = self._catch_up if setting == "serving.verifier_servers" else self._catch_up_reference
         return ScoreServers(self.head, controls, pool, self._serving, self._events, setting=setting, catch_up=catch_up)
 
+    async def ready(self) -> None:
+        """Ask the servers how they are, before anything depends on them. Raises ServerUnavailableError when none
+        answers, ConfigurationError or MissingRequirementError for one that cannot serve this verifier."""
+        for group in (self.verifiers, self.references):
+            if group is not None:
+                await group.look()
+
     # --- which version the servers have ------------------------------------------------------------------------------
 
     async def hold(self, model: VerifierModel, claim: Claim, inputs: Sequence[ScoreInput]) -> float:
@@ -170,13 +178,14 @@ class VerifierServing:
     async def _open_groups(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> None:
         if self._weights.canary_prompts:
             self._canary = tuple(inputs[:CANARY_INPUTS])
-        await self.verifiers.open()
+        await self.verifiers.open(model.shape)
         if self.references is not None:
             assert isinstance(self.head, ServedImplicit)
             self._expected_of_start = await run_in(self.executor, self.head.expected_of_start, model, self._canary)
-            await self.references.open()
+            await self.references.open(model.shape)
             async with self.references.fleet.updating:
                 await self._proven(self.references, self.references.fleet.alive, self._prove_start)
+            await self.references.until_one_is_up()
 
     async def _publish(self, model: VerifierModel, version: _Version) -> None:
         """To all servers that live; those that are away get it when they are back."""
@@ -214,7 +223,7 @@ class VerifierServing:
         _check_finite(expected, label.version)
         self._published = _Published(label, trace, expected)
         servers, arrived = fleet.alive, []
-        outcomes = await transport.send([server.control for server in servers], label, trace)
+        outcomes = await fleet.deliver(servers, transport, label, trace)
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, Delivery):
                 arrived.append(server)
@@ -241,7 +250,8 @@ class VerifierServing:
                 server.state = "stale"  # it answers; it gets its weights with everybody else
             return
         published = self._published
-        (outcome,) = await self._transport.send([server.control], published.label, published.trace)
+        fleet = self.verifiers.fleet
+        (outcome,) = await fleet.deliver([server], self._transport, published.label, published.trace)
         if not isinstance(outcome, Delivery):
             raise outcome
         await self._prove(server)
@@ -250,16 +260,13 @@ class VerifierServing:
 
     async def _proven(
         self, group: ScoreServers, servers: Sequence[Server], prove: Callable[[Server], Awaitable[float]]
-    ) -> float:
-        """The largest gap of `servers`. Those that do not answer are lost; ServerUnavailableError when all are."""
+    ) -> float | None:
+        """The largest gap of `servers`. Those that do not answer are lost; None when all are."""
         outcomes = await together([_or_fault(prove(server)) for server in servers])
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, ServerFault):
                 group.fleet.lose(server, outcome)
-        gaps = [outcome for outcome in outcomes if not isinstance(outcome, ServerFault)]
-        if not gaps:
-            raise group.gave_up("No server says which weights it has: " + "; ".join(map(str, outcomes)))
-        return max(gaps)
+        return max((outcome for outcome in outcomes if not isinstance(outcome, ServerFault)), default=None)
 
     async def _prove(self, server: Server) -> float:
         """That a server has what was published last: by its label, and by what it says of the canary's inputs. It may
@@ -320,11 +327,12 @@ class VerifierServing:
 
     async def close(self) -> None:
         """Closing twice does nothing."""
-        await self._close_groups()
-        if self._transport is not None:
-            await self._transport.close()
-        for pool in self._pools:
-            await pool.close()
+        async with AsyncExitStack() as rest:  # each of it, also where something of it fails
+            for pool in self._pools:
+                rest.push_async_callback(pool.close)
+            if self._transport is not None:
+                rest.push_async_callback(self._transport.close)
+            await self._close_groups()
 
     async def _close_groups(self) -> None:
         for group in (self.verifiers, self.references):

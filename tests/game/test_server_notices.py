@@ -16,14 +16,23 @@ class Kept(Events):
 
 def test_a_server_that_goes_and_comes_back_is_told_once_each_and_everything_is_logged() -> None:
     log, told = Kept(), []
-    events = ServerNotices(log, told.append)
+    events = ServerNotices(log, told.append, [["http://a", "http://b"], ["http://verifier"]])
     events.event("gen", event="server.up", server="http://a")  # the first time is no news
     events.event("gen", event="server.away", server="http://a", why="no reply")
     events.event("gen", event="server.stale", server="http://a")
     events.event("gen", event="server.up", server="http://a")
     events.event("weights", event="client.send", trace="t")
     assert told == [
-        "http://a is away (no reply); its requests go elsewhere.",
+        "http://a is away (no reply); the others take its requests.",
         "http://a is back, with the newest weights.",
     ]
     assert [name for _, name in log.kept] == ["server.up", "server.away", "server.stale", "server.up", "client.send"]
+
+
+def test_the_last_server_of_its_kind_has_nobody_to_stand_in() -> None:
+    told: list[str] = []
+    events = ServerNotices(Kept(), told.append, [["http://a", "http://b"], ["http://verifier"]])
+    for server in ("http://verifier", "http://a", "http://b"):
+        events.event("gen", event="server.away", server=server, why="no reply")
+    rest = [line.rpartition("; ")[2] for line in told]
+    assert rest == ["its requests wait for it.", "the others take its requests.", "its requests wait for it."]

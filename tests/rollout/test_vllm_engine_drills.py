@@ -280,6 +280,41 @@ def test_a_run_does_not_begin_without_servers_or_with_the_wrong_key(tmp_path: Pa
     run(use, tmp_path)
 
 
+def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        url, told = d.proxies[0].url, r"serves 'fake' \(4 layers of 64, 320 tokens\), and models\.prover has 2 layers"
+        other = engine_over([url], tmp_path / "other", d.events, shape="2 layers of 64, 320 tokens")
+        with pytest.raises(ConfigurationError, match=told):
+            await other.ready()
+        await other.close()
+        fitting = engine_over([url], tmp_path / "third", d.events, shape="4 layers of 64, 320 tokens")
+        await fitting.ready()
+        await fitting.close()
+        assert d.servers[0].calls["/pvg/weights"] == 0
+
+    run(use, tmp_path, shape="4 layers of 64, 320 tokens")
+
+
+def test_closing_lets_go_of_all_the_rest_where_something_of_it_fails(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        engine = engine_over([proxy.url for proxy in d.proxies], tmp_path / "other", d.events)
+        await engine.ready()
+        inner = engine._transport.close
+
+        async def failing() -> None:
+            await inner()
+            raise OSError("the disk is gone")
+
+        engine._transport.close = failing  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="the disk is gone"):
+            await engine.close()
+        for pool in (engine._pool, engine._control_pool):
+            with pytest.raises(RuntimeError, match="pool is closed"):
+                await pool.request("GET", d.proxies[0].url + "/health", timeout_s=1.0)
+
+    run(use, tmp_path)
+
+
 # --- callers ---------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +374,7 @@ def test_closing_ends_the_requests_in_flight_as_an_engine_that_is_closed(tmp_pat
             assert isinstance(outcome, StateError)
             assert "closed" in outcome.message
         await until(lambda: d.running() == 0)
-        with pytest.raises(StateError, match="closed"):
+        with pytest.raises(RuntimeError, match="pool is closed"):
             await d.engine.generate(request(1))
 
     run(use, tmp_path, token_ms=20.0)

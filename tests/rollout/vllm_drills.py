@@ -172,6 +172,7 @@ def engine_over(
     key: str = KEY,
     transport: str = "filesystem",
     checksums: Checksums | None = None,
+    shape: str = "",
     **serving: Any,
 ) -> VllmEngine:
     section = Serving(servers=tuple(urls), **{**QUICK, **serving})
@@ -189,7 +190,7 @@ def engine_over(
             *("drill", None, "float32", session),
         ),
         session=session,
-        needs=Needs(max_length=longest, processed_logprobs=True, lora_rank=8 * (transport == "lora")),
+        needs=Needs(shape=shape, max_length=longest, processed_logprobs=True, lora_rank=8 * (transport == "lora")),
         canary=canary_ or canary(),
         checksums=checksums,
         events=events,

@@ -50,6 +50,7 @@ class FakeOptions:
     max_num_seqs: int = 256
     max_model_len: int = 2048
     max_lora_rank: int = 0
+    shape: str = ""
     runner: str = "generate"
     logprobs_mode: str = "processed_logprobs"
     protocol: int = 1
@@ -200,7 +201,14 @@ class FakeVllm:
         names = ("protocol", "runner", "max_model_len", "max_num_seqs", "max_lora_rank", "logprobs_mode")
         return {
             **{name: getattr(self.options, name) for name in names},
-            **{"boot": self.boot, "vllm": "0.32.0", "model": "fake", "dtype": "float32", "prefix_caching": True},
+            **{
+                "boot": self.boot,
+                "vllm": "0.32.0",
+                "model": "fake",
+                "shape": self.options.shape,
+                "dtype": "float32",
+                "prefix_caching": True,
+            },
             **{"label": self.label, "paused": not self._resumed.is_set(), "world_size": 1},
         }
 

@@ -6,6 +6,7 @@ python serve_stand_in.py PORT MODE    MODE: serve | fail | hang (never healthy) 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,7 +25,10 @@ class Answers(BaseHTTPRequestHandler):
     mode = ""
 
     def do_GET(self) -> None:
-        self._say(200, b"vllm:num_requests_running 2.0\n")
+        if self.path == "/pvg/info":
+            self._say(200, json.dumps({"boot": os.environ.get("PVG_BOOT")}).encode())
+        else:
+            self._say(200, b"vllm:num_requests_running 2.0\n")
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -90,13 +90,15 @@ def test_the_first_makes_the_key_and_all_others_read_it(tmp_path: Path) -> None:
 
 
 def test_the_environment_wins_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "given")
-    assert control_key(tmp_path / "weights") == "given"
+    monkeypatch.setenv(KEY_VARIABLE, "given-by-the-user")
+    assert control_key(tmp_path / "weights") == "given-by-the-user"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["two words", "schlüssel", "line\nbreak", "tab\t"])
-def test_a_key_that_no_header_carries_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "key", ["two words of a key", "ein-langer-schlüssel", "with-a-line\nbreak-in-it", "with-a-tab-in-it\t", "short"]
+)
+def test_a_key_that_is_none_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, key)
     with pytest.raises(ConfigurationError, match=f"{KEY_VARIABLE} holds no key") as caught:
         control_key(tmp_path)

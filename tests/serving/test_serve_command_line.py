@@ -110,6 +110,13 @@ def test_device_transports_name_their_backend(tmp_path: Path, transport: str, ba
     assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": backend}
 
 
+def test_device_transports_are_refused_on_a_cpu_where_they_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'nccl' copies from GPU to GPU.*CPU build") as caught:
+        spec_for(tmp_path, "weights.transport=nccl")
+    assert "filesystem" in caught.value.remedy
+    assert spec_for(tmp_path, "weights.transport=nccl", purpose="verifier")  # which gets its weights in files
+
+
 def test_a_scalar_verifier_is_a_classifier_and_an_implicit_one_a_generator(tmp_path: Path) -> None:
     scalar = spec_for(tmp_path, "verifier.head=scalar", purpose="verifier")
     assert (scalar.runner, value(scalar, "--runner")) == ("pooling", "pooling")

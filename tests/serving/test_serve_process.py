@@ -126,6 +126,31 @@ def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         asyncio.run(drive())
 
 
+def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    """Its answers are as good as ours would be; it was started at the same moment, and was faster."""
+    port = free_port()
+
+    async def drive() -> None:
+        starting = VllmServer(spec_of(port, "hang", tmp_path, startup_s=2.0))
+        other = asyncio.create_task(_serving(spec_of(port, "serve", tmp_path / "other"), there := asyncio.Event()))
+        await there.wait()
+        try:
+            with pytest.raises(ServerFailedError, match="was not ready after"):
+                await starting._start(lambda stage: None)
+        finally:
+            await starting.stop()
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+
+    asyncio.run(drive())
+
+
+async def _serving(spec: ServerSpec, there: asyncio.Event) -> None:
+    async with VllmServer.start(spec):
+        there.set()
+        await asyncio.sleep(600)
+
+
 def test_a_server_that_dies_later_is_told_with_its_signal_and_leaves_nothing(tmp_path: Path) -> None:
     async def drive() -> int:
         async with VllmServer.start(spec_of(free_port(), "die", tmp_path)) as server:

@@ -333,6 +333,34 @@ def test_a_server_of_the_wrong_kind_is_refused(head, runner, tmp_path, executor)
             with pytest.raises(ConfigurationError, match=fake.url) as caught:
                 await bench.scorer().score(some(1))
             assert "--for verifier" in caught.value.remedy
+            with pytest.raises(ConfigurationError, match=fake.url):  # and before anything depends on it
+                await bench.serving.ready()
+
+    asyncio.run(play())
+
+
+def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar", shape="9 layers of 512, 32000 tokens") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            await bench.serving.ready()
+            with pytest.raises(ConfigurationError, match=r"9 layers of 512, 32000 tokens\), and models\.verifier has"):
+                await bench.scorer().score(some(1))
+            assert fake.calls["/pvg/weights"] == 0
+
+    asyncio.run(play())
+
+
+def test_a_run_does_not_begin_without_its_verifiers_servers(tmp_path, executor):
+    async def play():
+        async with servers(tmp_path, "scalar") as (fake,), Bench(tmp_path, "scalar", executor, [fake.url]) as bench:
+            await bench.serving.ready()
+            await fake.kill()
+            with pytest.raises(ServerUnavailableError, match=fake.url) as caught:
+                await bench.serving.ready()
+            assert "serving.verifier_servers" in caught.value.remedy
 
     asyncio.run(play())
 

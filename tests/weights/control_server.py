@@ -112,7 +112,7 @@ class ControlServer:
 
     def _info(self) -> dict[str, Any]:
         return {
-            **{"protocol": 1, "boot": self.boot, "vllm": "0.32.0", "model": "m", "runner": "generate"},
+            **{"protocol": 1, "boot": self.boot, "vllm": "0.32.0", "model": "m", "shape": "", "runner": "generate"},
             **{"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "prefix_caching": True},
             **{"logprobs_mode": "processed_logprobs", "max_lora_rank": 8, "label": self.label},
             **{"paused": self.paused, "world_size": self.world_size},

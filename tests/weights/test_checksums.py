@@ -39,7 +39,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def info(world_size: int = 1) -> ServerInfo:
     return ServerInfo(
-        "http://server", "b", "0.32", "m", "generate", "float32", 9, 9, True, "raw", 0, "", False, world_size
+        "http://server", "b", "0.32", "m", "", "generate", "float32", 9, 9, True, "raw", 0, "", False, world_size
     )
 
 

@@ -109,7 +109,7 @@ class RolloutWorkload:
         async with AsyncExitStack() as stack:
             self._players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(self._players.close)
-            await self._players.ready()
+            await self._players.ready(scoring=False)
             self._dispatcher = self._players.dispatcher
             if self._own.fixed_length:
                 self._dispatcher = dispatcher_of_fixed_length(self._players)

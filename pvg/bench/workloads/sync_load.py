@@ -73,7 +73,7 @@ async def open_target(experiment: Experiment, streams: int, seed: int, executor:
     task = open_task(experiment.task)
     players = Players(experiment, task, executor=executor)
     try:
-        await players.ready()
+        await players.ready(scoring=False)
         render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
         pool = problems_of_half(task, "prover")
         chosen = draw_cyclic(len(pool), 0, streams, seed_for(seed, "bench", "streams"))

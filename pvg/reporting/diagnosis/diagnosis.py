@@ -114,7 +114,8 @@ def _notes(tally: Tally) -> list[str]:
     if halves.untraced:
         notes.append(f"{halves.untraced:,} [weights] lines have no trace id.")
     if halves.failed:
-        notes.append(f"{halves.failed:,} times an engine failed to load weights.")
+        times = "Once" if halves.failed == 1 else f"{halves.failed:,} times"
+        notes.append(f"{times} an engine did not get new weights: it was away, refused them, or failed to load them.")
     if offset.known and not offset.same_clock:
         notes.append(f"Client and server have different clocks ({_difference(offset.at_least, offset.at_most)}).")
     return notes

@@ -61,7 +61,7 @@ class Halves:
     unfinished: int = 0  # sent, and no client.done
     evicted: int = 0  # of these, given up early because too many were open
     untraced: int = 0  # lines without a trace id
-    failed: int = 0  # engines that failed to load
+    failed: int = 0  # engines that did not get an update
 
 
 @dataclass(slots=True)

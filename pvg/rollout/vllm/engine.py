@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,6 @@ from pvg.errors import (
 from pvg.experiment import Serving
 from pvg.records import Float32, Int32, Timing, VersionSpan
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
-from pvg.rollout.vllm.fleet import Fleet, Server, StaleWeights
 from pvg.rollout.vllm.wire import (
     GENERATE,
     Generated,
@@ -42,7 +42,8 @@ from pvg.rollout.vllm.wire import (
     read_generated,
     read_prompt_logprobs,
 )
-from pvg.serving.control import ControlClient, Delivery, ServerInfo
+from pvg.serving.control import ControlClient, Delivery, ServerInfo, check_shape
+from pvg.serving.fleet import Fleet, Server, StaleWeights
 from pvg.serving.labels import BROKEN, Label, Session, salt
 from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
@@ -59,9 +60,10 @@ UNPUBLISHED = -1  # the version before the first that was published: whatever a 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What servers must offer: tokens of prompt and completion, whether log-probs of a changed distribution (by
-    temperature or a cut) are asked for, the rank of adapters (0: none)."""
+    """What servers must offer: the model's sizes (empty: any), tokens of prompt and completion, whether log-probs of a
+    changed distribution (by temperature or a cut) are asked for, the rank of adapters (0: none)."""
 
+    shape: str
     max_length: int
     processed_logprobs: bool
     lora_rank: int
@@ -108,7 +110,7 @@ class VllmEngine(Engine):
         self._fleet = Fleet(controls, section, events, check=self._check_server, catch_up=self._catch_up)
         self._version = UNPUBLISHED
         self._newest: Publication | None = None
-        self._caught_up: dict[Server, Delivery] = {}
+        self._caught_up: dict[Server, tuple[Delivery, float | None]] = {}  # the last time, with the canary's gap
         self._update: asyncio.Task[SyncTiming] | None = None  # the newest
         self._labels_in_use: Counter[str] = Counter()
         self._stats = EngineStats()
@@ -298,7 +300,8 @@ class VllmEngine(Engine):
                 self._fleet.arrived(server, str(label))
             await self._retire()
         if not delivered:  # all are away: the first that comes back is caught up before it is up
-            delivered = {(back := await self._fleet.acquire()): self._caught_up[back]}
+            back = await self._fleet.acquire()
+            delivered[back], gaps[back] = self._caught_up[back]
         slowest = max(delivered.values(), key=lambda delivery: delivery.wall_ms)
         return SyncTiming(
             version=update.version,
@@ -311,13 +314,7 @@ class VllmEngine(Engine):
     async def _deliver(self, servers: Sequence[Server]) -> dict[Server, Delivery]:
         """To all `servers`; those that fail are lost. Raises WeightsNotArrivedError when all that are there refuse."""
         newest = self._present()
-        for server in servers:
-            server.loading, server.settled = True, False
-        try:
-            outcomes = await self._transport.send([s.control for s in servers], newest.label, newest.trace)
-        finally:
-            for server in servers:
-                server.loading = False
+        outcomes = await self._fleet.deliver(servers, self._transport, newest.label, newest.trace)
         delivered = {}
         for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, Delivery):
@@ -342,14 +339,15 @@ class VllmEngine(Engine):
             if server.state == "away":
                 server.state = "stale"  # it answers; it gets its weights with everybody else
             return
-        newest, server.settled = self._newest, False
-        (outcome,) = await self._transport.send([server.control], newest.label, newest.trace)
+        newest = self._newest
+        (outcome,) = await self._fleet.deliver([server], self._transport, newest.label, newest.trace)
         if not isinstance(outcome, Delivery):
             raise outcome
         self._tell(outcome, newest)
-        if server not in await self._prove([server]):
+        gaps = await self._prove([server])
+        if server not in gaps:
             return
-        self._caught_up[server] = outcome
+        self._caught_up[server] = outcome, gaps[server]
         self._fleet.arrived(server, str(newest.label))
 
     async def _prove(self, servers: Sequence[Server]) -> dict[Server, float | None]:
@@ -436,13 +434,14 @@ class VllmEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        await self._fleet.close()
-        if self._update is not None:
-            self._update.cancel()
-            await asyncio.gather(self._update, return_exceptions=True)  # its failure: whoever asked for it was told
-        await self._transport.close()
-        await self._pool.close()
-        await self._control_pool.close()
+        async with AsyncExitStack() as rest:  # each of it, also where something of it fails
+            rest.push_async_callback(self._control_pool.close)
+            rest.push_async_callback(self._pool.close)
+            rest.push_async_callback(self._transport.close)
+            await self._fleet.close()
+            if self._update is not None:
+                self._update.cancel()
+                await asyncio.gather(self._update, return_exceptions=True)  # its failure: whoever asked was told
 
     def _check_server(self, info: ServerInfo) -> None:
         """Raises ConfigurationError or MissingRequirementError for a server that cannot serve this experiment."""
@@ -452,6 +451,7 @@ class VllmEngine(Engine):
                 f"{info.url} serves a {info.runner} model, and the prover needs one that generates.",
                 "Give pooling servers as serving.verifier_servers.",
             )
+        check_shape(info, needs.shape, "models.prover")
         if info.max_model_len < needs.max_length:
             raise ConfigurationError(
                 f"{info.url} takes {info.max_model_len} tokens, but a prompt and its completion may take "

@@ -64,6 +64,7 @@ def open_vllm_engine(
         transport=open_transport(weights, run, executor, dtype, session),
         session=session,
         needs=Needs(
+            shape=base.shape,
             max_length=rollout.max_tokens + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
             lora_rank=experiment.training.lora_rank if weights.transport == "lora" else 0,
