@@ -22,7 +22,7 @@ from pvg.serving.control import ControlClient, Delivery
 from pvg.serving.labels import Label, Session
 from pvg.serving.pool import Broken, Refused, Silent, Unreachable
 from pvg.weights import WeightUpdate
-from pvg.weights.transports import TRANSPORTS, Transport, open_transport
+from pvg.weights.transports import TRANSPORTS, Transport, delivering, open_transport
 from pvg.weights.transports.delivering import UNKNOWN_PART
 from pvg.weights.transports.tensor_file import write_tensors
 
@@ -268,6 +268,22 @@ def test_a_server_that_is_gone_is_tried_twice_and_the_others_get_theirs(tmp_path
         assert isinstance(late, Delivery)
 
     with_servers(2, play)
+
+
+def test_a_server_that_hangs_does_not_hold_the_others_for_a_calls_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+        sent = transport(tmp_path)
+        await sent.stage(update(), LABEL)
+        servers[0].plan("/pvg/weights", "hang_after")
+        outcomes = await sent.send(controls, LABEL, "")
+        assert isinstance(outcomes[0], Silent)
+        assert "the other servers took the weights" in str(outcomes[0])
+        assert isinstance(outcomes[1], Delivery)
+
+    monkeypatch.setattr(delivering, "LATE_S", 0.1)
+    with_servers(2, play, timeout_s=50.0)
 
 
 def test_a_defect_is_no_outcome(tmp_path: Path) -> None:

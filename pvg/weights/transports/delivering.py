@@ -14,6 +14,7 @@ asked which weights it has, and to be sent the same label twice is harmless (pro
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +27,9 @@ from pvg.serving.pool import Broken, Malformed, ServerFault, Silent, Unreachable
 # The one part of a delivery that was found out afterwards: nobody measured its work, its pauses or its queueing.
 UNKNOWN_PART = "unknown_ms"
 
+# How much later than the first server another may be before it is given up. It is caught up when it answers.
+LATE_S, LATE_TIMES = 30.0, 4.0
+
 Attempt = Callable[[ControlClient], Awaitable[Delivery]]
 HasArrived = Callable[[ControlClient], Awaitable[bool]]
 
@@ -34,14 +38,39 @@ async def deliver(
     servers: Sequence[ControlClient], label: Label, attempt: Attempt, has_arrived: HasArrived
 ) -> list[Delivery | BaseException]:
     """`attempt` at all `servers` at once. One outcome for each, in their order: a Delivery, a ServerFault or a
-    PvgError; anything else is a defect and is raised when all are through."""
-    outcomes = await asyncio.gather(
-        *(_deliver_to(server, label, attempt, has_arrived) for server in servers), return_exceptions=True
-    )
+    PvgError; anything else is a defect and is raised when all are through. A server that hangs does not hold the others
+    for the time limit of a call: see `_until_done_or_left_behind`."""
+    tasks = [asyncio.ensure_future(_deliver_to(server, label, attempt, has_arrived)) for server in servers]
+    try:
+        late_s = await _until_done_or_left_behind(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        found: list[Delivery | BaseException] = await asyncio.gather(*tasks, return_exceptions=True)
+    late = f"the other servers took the weights {late_s:.0f} s ago"
+    outcomes = [
+        Silent(server.url, late) if isinstance(outcome, asyncio.CancelledError) else outcome
+        for server, outcome in zip(servers, found, strict=True)
+    ]
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, (ServerFault, PvgError)):
             raise outcome
     return outcomes
+
+
+async def _until_done_or_left_behind(tasks: Sequence[asyncio.Task[Delivery]]) -> float:
+    """Until all are done, or for so long after the first delivery: LATE_S, and LATE_TIMES what that one took. Returns
+    the seconds since the first."""
+    started, first, waiting = time.perf_counter(), math.inf, set(tasks)
+    while waiting:
+        took_s = first - started
+        timeout = None if first == math.inf else first + LATE_S + LATE_TIMES * took_s - time.perf_counter()
+        done, waiting = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            break
+        if first == math.inf and any(task.exception() is None for task in done):
+            first = time.perf_counter()
+    return time.perf_counter() - first
 
 
 async def _deliver_to(server: ControlClient, label: Label, attempt: Attempt, has_arrived: HasArrived) -> Delivery:
