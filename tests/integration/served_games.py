@@ -20,6 +20,7 @@ from vllm_servers import vllm_python
 
 PVG = Path(sys.executable).parent / "pvg"
 LONGEST_START_S = 600.0
+LONGEST_STOP_S = 300.0  # of a busy machine; a quiet one takes 10
 # A round in which every phase does a little; each test says what else it wants.
 SMALL = (
     "game.rounds=1 game.mint_problems=32 game.mint_samples=4 verifier.steps=8 verifier.pairs=16 training.steps=4 "
@@ -62,8 +63,8 @@ def serving(folder: Path, *settings: str, purpose: str = "prover", port: int | N
         document = _document(process, folder / f"serve-{port}.err")
         yield Served(document["url"], int(document["pid"]), port, process, Path(document["log"]))
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=90)
+        process.terminate()  # SIGINT is ignored where a script has started the tests in the background
+        process.wait(timeout=LONGEST_STOP_S)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -77,7 +78,7 @@ def train(folder: Path, name: str, *settings: str) -> subprocess.Popen[str]:
 def trained(folder: Path, name: str, *settings: str) -> dict[str, Any]:
     """The document of a game that was played to its end."""
     game = train(folder, name, *settings)
-    out, err = game.communicate(timeout=600)
+    out, err = game.communicate(timeout=900)
     assert game.returncode == 0, err[-3000:]
     document: dict[str, Any] = json.loads(out)
     assert document["status"] == "complete"
@@ -103,7 +104,7 @@ def events(folder: Path, run: str, tag: str) -> list[dict[str, str]]:
 
 def wait_for_step(folder: Path, run: str, game: subprocess.Popen[str], count: int) -> None:
     """Until the prover has made `count` steps."""
-    path, deadline = folder / "runs" / run / "metrics.jsonl", time.monotonic() + 300
+    path, deadline = folder / "runs" / run / "metrics.jsonl", time.monotonic() + 900
     while time.monotonic() < deadline:
         assert game.poll() is None, game.stderr and game.stderr.read()[-3000:]
         if path.is_file() and path.read_text().count('"phase":"train_prover"') >= count:

@@ -58,7 +58,7 @@ def test_two_servers_of_which_one_is_killed_in_mid_round(folder: Path, server: S
         game = train(folder, "halved", VLLM, f"serving.servers={server.url},{other.url}", "serving.probe_timeout_s=5")
         wait_for_step(folder, "halved", game, 1)
         other.kill()
-        out, err = game.communicate(timeout=600)
+        out, err = game.communicate(timeout=900)
     assert game.returncode == 0, err[-3000:]
     assert json.loads(out)["status"] == "complete"
     assert f"{other.url} is away" in err
@@ -102,11 +102,11 @@ def test_a_wrong_key_and_a_dead_server_are_said_in_a_line(folder: Path, server: 
     elsewhere = folder / "another-root"
     elsewhere.mkdir()
     game = train(folder, "refused", VLLM, f"serving.servers={server.url}", f"weights.root={elsewhere}")
-    _, err = game.communicate(timeout=120)
+    _, err = game.communicate(timeout=300)
     assert game.returncode == 2
     assert f"{server.url} refuses the control key" in err
     game = train(folder, "nobody", VLLM, "serving.servers=http://127.0.0.1:9")
-    _, err = game.communicate(timeout=120)
+    _, err = game.communicate(timeout=300)
     assert game.returncode == 3
     assert "No server answers" in err
     assert "pvg serve" in err

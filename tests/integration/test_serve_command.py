@@ -23,7 +23,7 @@ from pvg.serving import supervisor
 from pvg.serving.keys import KEY_FILE, KEY_VARIABLE
 
 ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
-LIMIT_S = 120.0  # a busy machine of two cores
+LIMIT_S = 300.0  # a busy machine of two cores
 LEAST_PROCESSES = 4  # supervisor, web server, engine core, worker
 
 

@@ -133,7 +133,7 @@ def test_vllm_has_what_is_used(script: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
         cwd=tmp_path,
         env={"PYTHONPATH": str(PACKAGE / "serving" / "server_side"), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
     )

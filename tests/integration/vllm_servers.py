@@ -31,7 +31,7 @@ from pvg.serving.pool import HttpPool
 PACKAGE = Path(pvg.__file__).parent
 CHECKOUT = PACKAGE.parent
 EMBEDDED = PACKAGE / "models" / "embedded" / "modchain-prover"
-START_S = 240.0  # a busy machine of two cores
+START_S = 600.0  # a busy machine of two cores
 
 
 @dataclass
@@ -129,7 +129,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the server and the engine's processes, which are of its session."""
     process.terminate()
     try:
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
