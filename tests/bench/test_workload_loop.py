@@ -211,7 +211,7 @@ def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.
     commit = Ledger.commit
 
     async def slow(self: Ledger, *arguments: Any, **named: Any) -> None:
-        time.sleep(STALL_S)
+        time.sleep(STALL_S)  # noqa: ASYNC251
         await commit(self, *arguments, **named)
 
     def plant(_: LoopWorkload) -> None:
