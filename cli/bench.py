@@ -44,6 +44,10 @@ def bench(
         bool,
         typer.Option("--ablate", help="Climb the profile's ladder: all switches slow, then one after another fast."),
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Find the profile's batch sizes for this machine, and write them to a TOML file."),
+    ] = False,
     interleave: Annotated[
         bool | None,
         typer.Option(
@@ -86,12 +90,19 @@ def bench(
     from pvg.store.run_directory import RunDirectory
 
     if profile is None:
-        if overrides or sweep or ablate or replay or out or server or serve:
+        if overrides or sweep or ablate or tune or replay or out or server or serve:
             raise UsageError("There is no --profile to measure.", "List them with: pvg bench")
         _list_profiles(as_json)
         return
     given = list(overrides or [])
     given += [f"{key}={value}" for key, value in (("repeats", repeats), ("warmup", warmup)) if value is not None]
+    if tune:
+        from cli.bench_tune import run_tune
+
+        if sweep or ablate or replay or server or serve or interleave is not None:
+            raise UsageError("--tune chooses its own variants.", "Give it --set, --repeats, --warmup and --out alone.")
+        run_tune(profile, given, out, as_json)
+        return
     recorded = RunDirectory.open(replay, runs) if replay is not None else None
     urls = [url for given_url in server or [] for url in given_url.split(",")]
     plan = plan_bench(

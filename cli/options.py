@@ -12,7 +12,12 @@ ExperimentArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Change a setting, such as training.steps=30; repeatable."),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Change a setting, such as training.steps=30, or those of a TOML file: @FILE; repeatable.",
+    ),
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that holds the runs.")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cli.resolve import DEFAULT_EXPERIMENT, resolve
 from pvg.errors import MissingRequirementError, StateError, UsageError
-from pvg.experiment import Experiment, Store, differences, load_experiment, parse_override
+from pvg.experiment import Experiment, Store, differences, load_experiment, read_override
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory
 
@@ -106,5 +106,5 @@ def _refuse_unplayable(run: RunDirectory) -> None:
 
 def _root(overrides: Sequence[str]) -> Path:
     """The runs folder when no experiment was named: the default, unless it is set."""
-    values = dict(parse_override(override) for override in overrides)
+    values = {key: value for override in overrides for key, value, _ in read_override(override)}
     return Path(str(values.get("store.root", Store().root)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -427,9 +427,9 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     data = read_toml(path, "experiment")
     origins: dict[str, str] = {}
     for override in overrides:
-        key, value = parse_override(override)
-        assign(data, key, value)
-        origins[key] = f"--set {override}"
+        for key, value, origin in read_override(override):
+            assign(data, key, value)
+            origins[key] = origin
     return build_experiment(data, str(path), origins)
 
 
@@ -463,6 +463,23 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value.strip()
+
+
+def read_override(text: str) -> list[tuple[str, Any, str]]:
+    """What `--set TEXT` sets, as (key, value, where it was said): one setting for `key=value`, all settings of a TOML
+    file for `@FILE`. Raises UsageError and ConfigurationError that name what is wrong."""
+    if not text.startswith("@"):
+        return [(*parse_override(text), f"--set {text}")]
+    path = Path(text[1:]).expanduser()
+    return [(key, value, str(path)) for key, value in _leaves(read_toml(path, "settings"))]
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def parse_list(text: str) -> tuple[str, list[Any]]:

@@ -404,3 +404,24 @@ def test_sinks_are_named_in_any_of_the_usual_ways_and_once_each(given: str, sink
     assert load_experiment(find_experiment("modchain"), [f"telemetry.sinks={given}"]).telemetry.sinks == sinks
     with pytest.raises(ConfigurationError, match=r"telemetry\.sinks"):
         load_experiment(find_experiment("modchain"), ["telemetry.sinks=tensorbord"])
+
+
+# --- files of settings -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_settings_counts_where_it_stands_among_the_overrides(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text('training.steps = 9\n[rollout]\nmax_rows = 64\n"temperature" = 0.5\n')
+    path = write(tmp_path, "")
+    first = load_experiment(path, [f"@{settings}", "training.steps=5"])
+    assert (first.training.steps, first.rollout.max_rows, first.rollout.temperature) == (5, 64, 0.5)
+    assert load_experiment(path, ["training.steps=5", f"@{settings}"]).training.steps == 9
+
+
+def test_what_is_wrong_with_a_file_of_settings_names_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    with pytest.raises(UsageError, match=r"no settings file .*missing\.toml"):
+        load_experiment(path, [f"@{tmp_path / 'missing.toml'}"])
+    (tmp_path / "odd.toml").write_text("rollout.max_row = 8\n")
+    with pytest.raises(ConfigurationError, match=r"odd\.toml"):
+        load_experiment(path, [f"@{tmp_path / 'odd.toml'}"])

@@ -27,7 +27,7 @@ from pvg.experiment import (
     find_experiment,
     find_named,
     nearest,
-    parse_override,
+    read_override,
     read_toml,
     shipped_directories,
     valid_keys,
@@ -70,6 +70,13 @@ class Value(Section):
         return self
 
 
+class Tune(Section):
+    """A setting that suits one machine and not another, and the values that `--tune` tries."""
+
+    key: str
+    values: Annotated[tuple[int, ...], Field(strict=False, min_length=2)]
+
+
 class Profile(Section):
     """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare.
 
@@ -88,6 +95,7 @@ class Profile(Section):
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
     sweep: tuple[Value, ...] = Field(default=(), strict=False)
+    tune: tuple[Tune, ...] = Field(default=(), strict=False)
     on_servers: str = ""
 
 
@@ -115,7 +123,7 @@ class BenchSettings:
     def plain(self) -> dict[str, Any]:
         """The resolved configuration, as JSON data: of the profile, and of the experiment."""
         profile = self.profile.model_dump(mode="json", by_alias=True) | {"workload": dict(self.workload)}
-        profile = {key: value for key, value in profile.items() if key not in ("sweep", "on_servers") or value}
+        profile = {key: value for key, value in profile.items() if key not in ("sweep", "tune", "on_servers") or value}
         return {"profile": profile, "experiment": self.experiment.plain()} | (
             {"replay": self.replay.name} if self.replay else {}
         )
@@ -160,7 +168,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Change]:
-    return [Change(*parse_override(override), f"--set {override}") for override in overrides]
+    return [Change(*found) for override in overrides for found in read_override(override)]
 
 
 def settings_of(

@@ -4,12 +4,16 @@ A commit writes rollout shards, then the checkpoint, then syncs the appended fil
 ends a phase, and last replaces state.json. A process killed between any two of these finds, on the next start, the
 state of the last commit and files that this state does not name: those are deleted, and appended files are cut back to
 their committed length. So nothing committed is ever lost and nothing uncommitted is ever seen twice (invariant 1).
+
+What takes long, encoding and writing rollouts and tensors, happens in a thread of the ledger's own: the event loop goes
+on serving engines, servers and the display meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +30,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.telemetry.events import EventLog
-from pvg.telemetry.spans import Span
+from pvg.telemetry.spans import Span, run_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,15 +40,19 @@ Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
 class Ledger:
     """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before` counts
-    the committed steps of earlier processes."""
+    the committed steps of earlier processes. All but `close` belongs to one event loop, and one commit at a time."""
 
-    def __init__(self, directory: RunDirectory, experiment: Experiment, code_version: str) -> None:
+    def __init__(
+        self, directory: RunDirectory, experiment: Experiment, code_version: str, disk: Executor | None = None
+    ) -> None:
+        """`disk` does the long work, one thing at a time; None: a thread that ends with the ledger."""
         self.directory = directory
         self.log = EventLog(directory.events)
         self.notices: list[str] = []
         self._store = FileStateStore(directory.state)
         self._shards = RolloutShards(directory.path)
         self._pending: list[Rollout] = []
+        self._disk = ThreadPoolExecutor(1, "pvg-disk") if disk is None else disk
         self.state = self._recover(experiment, code_version)
         self._metrics = JsonLines(directory.metrics)
         self._spans = JsonLines(directory.spans)
@@ -80,7 +88,7 @@ class Ledger:
 
     # --- committing --------------------------------------------------------------------------------------------
 
-    def commit(
+    async def commit(
         self,
         state: GameState,
         checkpoint: Checkpoint | None = None,
@@ -94,23 +102,33 @@ class Ledger:
         """
         started = time.perf_counter()
         label = f"{state.phase.value}-{state.step:05d}"
-        if self._pending:
-            # What was kept belongs to the phase that is being played, also when this commit leaves it.
-            info = self._shards.write(self.state.round, self._shard_label(), self._pending)
-            state = replace(state, shards=(*state.shards, info.plain()))
-        if checkpoint is not None:
-            name = f"round-{state.round:03d}-{label}"
-            write_checkpoint(self.directory.checkpoints, name, *checkpoint)
-            state = replace(state, checkpoint=name)
+        rollouts = tuple(self._pending)
+        if rollouts or checkpoint is not None:
+            state = await run_in(self._disk, self._write, state, label, rollouts, checkpoint)
         self._metrics.sync()
         self._spans.sync()
         state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
         if finished is not None:
             self._write_manifest(state, finished)
         self._store.save(state.plain())
-        self.state, self._pending = state, []
+        self.state = state
+        del self._pending[: len(rollouts)]
         prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
         self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
+
+    def _write(
+        self, state: GameState, label: str, rollouts: Sequence[Rollout], checkpoint: Checkpoint | None
+    ) -> GameState:
+        """In the disk's thread: shards and checkpoint. The state that names them."""
+        if rollouts:
+            # What was kept belongs to the phase that is being played, also when this commit leaves it.
+            info = self._shards.write(self.state.round, self._shard_label(), rollouts)
+            state = replace(state, shards=(*state.shards, info.plain()))
+        if checkpoint is not None:
+            name = f"round-{state.round:03d}-{label}"
+            write_checkpoint(self.directory.checkpoints, name, *checkpoint)
+            state = replace(state, checkpoint=name)
+        return state
 
     def _write_manifest(self, after: GameState, metrics: Mapping[str, float | None]) -> None:
         """Before the state is committed: a process killed in between finishes the phase, and writes it, once more."""
@@ -127,9 +145,9 @@ class Ledger:
             metrics=metrics,
         )
 
-    def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Write a player's finished weights; they count once a state that names them is committed."""
-        write_checkpoint(self.directory.weights, name, tensors, dict(meta))
+        await run_in(self._disk, write_checkpoint, self.directory.weights, name, tensors, dict(meta))
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)
@@ -151,14 +169,16 @@ class Ledger:
         phase = self.state.phase.value
         return f"{phase}-{len(self.shards(self.state.round, phase)):05d}"
 
-    def read_rollouts(self, round_: int, phase: str) -> list[Rollout]:
-        return [rollout for info in self.shards(round_, phase) for rollout in self._shards.read(info)]
+    async def read_rollouts(self, round_: int, phase: str) -> list[Rollout]:
+        shards = self.shards(round_, phase)
+        return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
 
     @property
     def rollout_shards(self) -> RolloutShards:
         return self._shards
 
     def close(self) -> None:
+        self._disk.shutdown(wait=True)
         self._metrics.close()
         self._spans.close()
         self.log.close()

@@ -74,15 +74,15 @@ async def mint(session: Session) -> None:
             rollouts_done += len(rollouts)
             metrics = sample_metrics(rollouts, time.perf_counter() - chunk_started)
         session.report_step(info, rollouts_done, metrics)
-        session.commit(step=chunk.number + 1, version=version)
+        await session.commit(step=chunk.number + 1, version=version)
     with span("record"):
-        minted = session.ledger.read_rollouts(state.round, Phase.MINT.value)
+        minted = await session.ledger.read_rollouts(state.round, Phase.MINT.value)
         seconds = time.perf_counter() - started
         metrics = sample_metrics(minted, seconds)
     if state.step:  # an earlier process sampled a part of it, in seconds that this one does not know
         del metrics["tokens_per_s"]
     session.finish_phase(info, metrics, seconds)
-    session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
+    await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 
 async def load_source(session: Session, source: str, version: int) -> None:
@@ -91,7 +91,7 @@ async def load_source(session: Session, source: str, version: int) -> None:
     if source == BASE_SOURCE:
         await players.publish(players.base.weights(), version)
     else:
-        tensors, adapter = read_prover(session, source)
+        tensors, adapter = await players.compute(lambda: read_prover(session, source))
         await players.publish(tensors, version, adapter)
 
 

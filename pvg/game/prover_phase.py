@@ -46,7 +46,7 @@ async def train_prover(session: Session) -> None:
     info = session.begin("steps", session.experiment.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
-        verifier, threshold = open_round_verifier(session, session.state.round)
+        verifier, threshold = await open_round_verifier(session, session.state.round)
         learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
         with span("open_models"):
@@ -57,7 +57,7 @@ async def train_prover(session: Session) -> None:
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
-        session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
+        await session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
     finally:
         learner.close()
         verifier.close()
@@ -84,10 +84,10 @@ async def save_prover(session: Session, learner: LanguageModel, steps: int) -> l
     """Write the round's prover; the names under which it is to be committed."""
     tensors, adapter = await policy_of(session, learner)
     name, meta = prover_weights_name(session.state.round), {"round": session.state.round, "steps": steps}
-    session.ledger.save_weights(name, tensors, meta)
+    await session.ledger.save_weights(name, tensors, meta)
     if adapter is None:
         return [name]
-    session.ledger.save_weights(adapter_name(name), adapter.tensors, {**meta, "config": dict(adapter.config)})
+    await session.ledger.save_weights(adapter_name(name), adapter.tensors, {**meta, "config": dict(adapter.config)})
     return [name, adapter_name(name)]
 
 
@@ -101,12 +101,16 @@ def read_prover(session: Session, source: str) -> tuple[dict[str, Tensor], Adapt
     return tensors, Adapter(low_rank, meta["config"])
 
 
-def open_round_verifier(session: Session, round_: int) -> tuple[VerifierModel, float]:
+async def open_round_verifier(session: Session, round_: int) -> tuple[VerifierModel, float]:
     """The frozen verifier of a round and its acceptance threshold; the caller closes it."""
-    tensors, meta = session.ledger.read_weights(verifier_weights_name(round_))
-    verifier = session.players.open_verifier()
-    verifier.load_trainable_state(tensors)
-    return verifier, float(meta["threshold"])
+
+    def opened() -> tuple[VerifierModel, float]:
+        tensors, meta = session.ledger.read_weights(verifier_weights_name(round_))
+        verifier = session.players.open_verifier()
+        verifier.load_trainable_state(tensors)
+        return verifier, float(meta["threshold"])
+
+    return await session.players.compute(opened)
 
 
 class ProverPhase:
@@ -181,7 +185,7 @@ class ProverPhase:
             # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
             cache = self.scorer.cache_state()
-            session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
+            await session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
 
     async def _publish(self) -> None:
         tensors, adapter = await policy_of(self.session, self.learner)

@@ -31,7 +31,7 @@ async def checkpoint(session: Session) -> None:
     problems = min(section.problems, len(session.test_problems()))
     info = session.begin("rollouts", len(sources) * 2 * problems * section.samples)
     with span("open_models"):
-        verifier, threshold = open_round_verifier(session, round_)
+        verifier, threshold = await open_round_verifier(session, round_)
     session.first_step()
     try:
         scorer = session.players.scorer(verifier)
@@ -54,7 +54,7 @@ async def checkpoint(session: Session) -> None:
     session.finish_round(metrics)
     # One commit for the metrics and the move: a kill between two would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
-    session.leave_phase(replace(_next(session), version=version, rounds=rounds))
+    await session.leave_phase(replace(_next(session), version=version, rounds=rounds))
 
 
 def _next(session: Session) -> GameState:
@@ -123,5 +123,5 @@ async def _round_metrics(
 
 async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> Columns:
     """The samples `source` gave at an earlier checkpoint, scored by this round's verifier."""
-    rollouts = session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
+    rollouts = await session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
     return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)

@@ -199,29 +199,31 @@ class Session:
         waited = step - self.state.step
         return self.stop.is_set() or waited >= self.experiment.store.commit_every or step >= total
 
-    def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
+    async def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
         """Commit the state with `changes`; raises InterruptedByUser afterwards if a stop was asked for."""
         with span("checkpoint"):
-            self.ledger.commit(replace(self.state, **changes), checkpoint)
+            await self.ledger.commit(replace(self.state, **changes), checkpoint)
         self.check_stop()
 
-    def commit_trainer(self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any) -> None:
+    async def commit_trainer(
+        self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any
+    ) -> None:
         """Commit a trainer after its newest step, with `extra` tensors beside its own. The time is charged to the next
         step: this one's budget is closed, for its metrics are part of the commit."""
         with span("checkpoint"):
-            tensors, meta = trainer.state()
-        self.commit(({**tensors, **(extra or {})}, meta), step=trainer.steps_done, **changes)
+            tensors, meta = await self.players.compute(trainer.state)
+        await self.commit(({**tensors, **(extra or {})}, meta), step=trainer.steps_done, **changes)
 
-    def commit_state(self, state: GameState) -> None:
+    async def commit_state(self, state: GameState) -> None:
         """Commit a state made by `GameState.enter`."""
         with span("checkpoint"):
-            self.ledger.commit(state)
+            await self.ledger.commit(state)
         self.check_stop()
 
-    def leave_phase(self, state: GameState) -> None:
+    async def leave_phase(self, state: GameState) -> None:
         """Commit the `state` that enters the next phase, and with it the manifest of the one that is finished."""
         with span("checkpoint"):
-            self.ledger.commit(state, finished=self.phase_metrics)
+            await self.ledger.commit(state, finished=self.phase_metrics)
         self.check_stop()
 
     def check_stop(self) -> None:

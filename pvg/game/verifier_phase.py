@@ -40,7 +40,7 @@ async def train_verifier(session: Session) -> None:
     info = session.begin("steps", section.steps, state.step)
     started = time.perf_counter()
     with span("open_models"):
-        verifier = session.players.open_verifier()
+        verifier = await session.players.compute(session.players.open_verifier)
     try:
         with span("open_models"):
             stream = _open_pairs(session)
@@ -56,10 +56,10 @@ async def train_verifier(session: Session) -> None:
         name = verifier_weights_name(state.round)
         with span("checkpoint"):
             meta = {"round": state.round, "version": verifier.version(), "threshold": metrics["threshold"]}
-            session.ledger.save_weights(name, verifier.trainable_state(), meta)
+            await session.ledger.save_weights(name, verifier.trainable_state(), meta)
         session.finish_phase(info, metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.TRAIN_PROVER)
-        session.leave_phase(replace(entered, weights=(*entered.weights, name)))
+        await session.leave_phase(replace(entered, weights=(*entered.weights, name)))
     finally:
         verifier.close()
 
@@ -146,14 +146,14 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
     done = trainer.steps_done
     session.report_step(info, done, metrics)
     if session.due(done, info.total):
-        session.commit_trainer(trainer)
+        await session.commit_trainer(trainer)
 
 
 async def _calibrate(session: Session, verifier: VerifierModel) -> dict[str, float]:
     """AUC and acceptance threshold on the mint's held-out problems, or, with an alert, on all of the mint where those
     lack correct or incorrect solutions: a weak prover on a small mint must not cost the round."""
     section, round_ = session.experiment.verifier, session.state.round
-    minted = session.ledger.read_rollouts(round_, Phase.MINT.value)
+    minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
     held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)]
     correct = sum(r.grade.correct for r in held_out)
     if correct in (0, len(held_out)):

@@ -210,9 +210,9 @@ def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
 def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Ledger.commit
 
-    def slow(self: Ledger, *arguments: Any, **named: Any) -> None:
-        time.sleep(STALL_S)
-        commit(self, *arguments, **named)
+    async def slow(self: Ledger, *arguments: Any, **named: Any) -> None:
+        time.sleep(STALL_S)  # noqa: ASYNC251
+        await commit(self, *arguments, **named)
 
     def plant(_: LoopWorkload) -> None:
         monkeypatch.setattr(Ledger, "commit", slow)

@@ -241,3 +241,30 @@ def test_a_broken_profile_does_not_hide_the_others_names(tiny: Path) -> None:
     assert called.code == 2
     assert "broken.toml" in called.err
     assert "'about'" in called.err
+
+
+# --- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_writes_a_file_of_settings_and_says_how_to_use_it(tiny: Path) -> None:
+    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.max_rows"\nvalues = [8, 16]\n')
+    called = pvg("bench", "--profile", "tiny", "--tune", "--repeats", "2")
+    assert called.code == 0, called.err
+    assert "rollout.max_rows = " in called.out
+    assert "pvg train --set @bench/tiny-tuned.toml" in called.out
+    assert "[rollout]\nmax_rows = " in (tiny / "bench" / "tiny-tuned.toml").read_text()
+    shown = pvg("config", "show", "-s", "@bench/tiny-tuned.toml")
+    assert shown.code == 0, shown.err
+    document = pvg("bench", "--profile", "tiny", "--tune", "--repeats", "2", "--json").document
+    assert set(document["settings"]) == {"rollout.max_rows"}
+    assert len(document["reports"][0]["variants"]) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [["--ablate"], ["--sweep", "rollout.max_rows=8,16"], ["--out", "x.json"], ["--serve"]]
+)
+def test_tuning_refuses_what_it_does_not_do(tiny: Path, other: list[str]) -> None:
+    write_profile(tiny, PROFILE + '\n[[tune]]\nkey = "rollout.max_rows"\nvalues = [8, 16]\n')
+    called = pvg("bench", "--profile", "tiny", "--tune", *other)
+    assert called.code == 2
+    assert called.err.startswith("error: ")

@@ -126,6 +126,8 @@ def finish(pid: int, pipe: int) -> None:
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
+# Of a machine too busy to be on time.
+MACHINE_ALERTS = frozenset({"loop_lag_p90", "loop_lag_p99", "loop_lag_max", "stall"})
 
 
 def fingerprint(root: Path) -> dict[str, Any]:
@@ -146,13 +148,23 @@ def fingerprint(root: Path) -> dict[str, Any]:
         "ids": [r.id for r in rollouts],
         "rounds": state["rounds"],
         # Samples of the machine and the records of each process are as many as there were seconds and processes.
-        "steps": [(r["kind"], r["round"], r.get("phase"), r.get("step")) for r in rows if r["kind"] in GAME_RECORDS],
+        "steps": [
+            (r["kind"], r["round"], r.get("phase"), r.get("step"), r.get("name"))
+            for r in rows
+            if r["kind"] in GAME_RECORDS and r.get("name") not in MACHINE_ALERTS
+        ],
         "shards_on_disk": on_disk == sorted(plain["path"] for plain in state["shards"]),
     }
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     problems = [key for key in expected if found[key] != expected[key]]
+    if "steps" in problems:
+        lost, more = (
+            (Counter(expected["steps"]) - Counter(found["steps"])),
+            (Counter(found["steps"]) - Counter(expected["steps"])),
+        )
+        problems.append(f"records lost: {list(lost)}, and too many: {list(more)}")
     if len(set(found["ids"])) != len(found["ids"]):
         problems.append("duplicated rollouts")
     if not found["shards_on_disk"]:

@@ -7,8 +7,9 @@ One sample: the dispatcher takes rollouts from an engine that serves recorded co
 pvg.bench.workloads.loop_engine), has them graded, and the ledger commits them to a run directory. A monitor ticks
 beside it at 100 Hz; the lag of a tick is what any other work of the loop would have waited.
 
-Two switches have a naive side, as research code does it: `workload.encoding = "json"` makes one JSON text of all
-records on the loop instead of an Arrow shard, `workload.join = "quadratic"` copies a completion anew for every chunk.
+Three switches have a naive side, as research code does it: `workload.encoding = "json"` makes one JSON text of all
+records on the loop instead of an Arrow shard, `workload.commit = "loop"` writes the shard on the loop instead of in a
+thread, `workload.join = "quadratic"` copies a completion anew for every chunk.
 
 Where the product's own design stalls the loop is derived: `rollout_stall_ms` while rollouts arrive, `commit_stall_ms`
 while they are committed, `decode_ms` and `grade_ms` for each single rollout that has arrived.
@@ -21,8 +22,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -71,6 +72,7 @@ class Settings(Section):
     chunk: Count = 64
     seconds: Positive = 1.0
     encoding: Literal["arrow", "json"] = "arrow"
+    commit: Literal["thread", "loop"] = "thread"
     join: Literal["once", "quadratic"] = "once"
     lag_hz: Annotated[float, Field(gt=0, le=1000)] = 100.0
     seed: int = 0
@@ -90,6 +92,15 @@ class Stalls:
     whole: LagWindow | None
     rollout: LagWindow | None
     commit: LagWindow | None
+
+
+class OnTheLoop(Executor):
+    """Runs what it is given at once, where it is given: on the event loop."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 class LoopWorkload:
@@ -116,9 +127,10 @@ class LoopWorkload:
             check_free_space(folder, needed, "Set workload.tokens lower, or TMPDIR to a folder of another disk.")
             await self._record()
             self._run = RunDirectory.create(folder, "loop", self._experiment)
-            self._ledger = Ledger(self._run, self._experiment, "bench")
+            disk = OnTheLoop() if settings.commit == "loop" else None
+            self._ledger = Ledger(self._run, self._experiment, "bench", disk)
             stack.callback(self._ledger.close)
-            self._ledger.commit(self._ledger.state.enter(Phase.MINT))
+            await self._ledger.commit(self._ledger.state.enter(Phase.MINT))
             self._stack = stack.pop_all()
 
     async def _record(self) -> None:
@@ -173,7 +185,7 @@ class LoopWorkload:
             wrote = time.perf_counter()
             with span("checkpoint"):
                 async with LoopLagMonitor(hz) as committing:
-                    written = self._commit(rollouts)
+                    written = await self._commit(rollouts)
             write_s = time.perf_counter() - wrote
         wall_s = time.perf_counter() - started
         stalls = Stalls(whole.take(), sampling.take(), committing.take())
@@ -189,23 +201,23 @@ class LoopWorkload:
             "bytes_copied_mb": (self._engine.copied - copied) / MB,
         }
 
-    def _commit(self, rollouts: Sequence[Rollout]) -> int:
-        """What a run does at a commit point, on the loop as a run does it. Returns the bytes of the records."""
+    async def _commit(self, rollouts: Sequence[Rollout]) -> int:
+        """What a run does at a commit point, as a run does it. Returns the bytes of the records."""
         ledger = self._ledger
         state = replace(ledger.state, step=ledger.state.step + 1)
         if self._settings.encoding == "json":
             path = self._run.path / f"rollouts-{state.step:05d}.json"
             write_json(path, rollouts)
-            ledger.commit(state)
+            await ledger.commit(state)
             return path.stat().st_size
         ledger.keep(rollouts)
-        ledger.commit(state)
+        await ledger.commit(state)
         return int(ledger.state.shards[-1]["bytes"])
 
     def derived(self) -> dict[str, float]:
         """Medians over the samples: the longest stall while rollouts arrive (several are joined, decoded and graded at
-        one go), and that of the commit (encoding, checksum, fsync). Medians over some rollouts, timed alone: decoding
-        its tokens and grading its text. All of that runs on the loop today. And the mean tokens of a rollout."""
+        one go), and that of the commit. Medians over some rollouts, timed alone: decoding its tokens and grading
+        its text, which the loop does itself. And the mean tokens of a rollout."""
         decode_s, grade_s = [], []
         for problem, rollout in self._some:
             started = time.perf_counter()

@@ -1,0 +1,98 @@
+"""A commit's long work happens off the event loop, and a commit that fails loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pvg.errors import MissingRequirementError
+from pvg.experiment import Experiment
+from pvg.game.ledger import Ledger
+from pvg.game.states import Phase
+from pvg.records import BASE_SOURCE, Grade, Role, Rollout, Timing, VersionSpan
+from pvg.store.run_directory import RunDirectory
+
+LIMIT_S = 60.0
+
+
+def rollout(number: int) -> Rollout:
+    ids = np.arange(3, dtype=np.int32)
+    return Rollout(
+        id=f"r{number}",
+        problem_id="p",
+        question="1+1?",
+        reference="2",
+        role=Role.HELPFUL,
+        round=0,
+        source=BASE_SOURCE,
+        step=0,
+        group=0,
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=np.zeros(3, dtype=np.float32),
+        spans=(VersionSpan(0, 0),),
+        finish_reason="stop",
+        text="2",
+        grade=Grade(True, True),
+        timing=Timing(0.0, 0.0),
+    )
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Any:
+    experiment = Experiment()
+    with_ledger = Ledger(RunDirectory.create(tmp_path, "a-run", experiment), experiment, "test")
+    yield with_ledger
+    with_ledger.close()
+
+
+def test_the_loop_goes_on_while_rollouts_are_written(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer waits for what only the loop can do: on the loop, it would wait for ever."""
+    seen = threading.Event()
+    write = ledger.rollout_shards.write
+
+    def waiting(*arguments: Any) -> Any:
+        assert seen.wait(LIMIT_S), "the loop stood still"
+        return write(*arguments)
+
+    monkeypatch.setattr(ledger.rollout_shards, "write", waiting)
+
+    async def play() -> None:
+        await ledger.commit(ledger.state.enter(Phase.MINT))
+        ledger.keep([rollout(0)])
+        commit = asyncio.create_task(ledger.commit(ledger.state))
+        await asyncio.sleep(0.01)
+        ledger.keep([rollout(1)])  # belongs to the next commit
+        ledger.record("told", number=1)
+        seen.set()
+        await commit
+        assert [r.id for r in await ledger.read_rollouts(0, "mint")] == ["r0"]
+        await ledger.commit(ledger.state)
+        assert [r.id for r in await ledger.read_rollouts(0, "mint")] == ["r0", "r1"]
+
+    asyncio.run(play())
+    assert ledger.state.offsets["metrics"] == ledger.directory.metrics.stat().st_size
+
+
+def test_what_could_not_be_written_is_in_the_next_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise MissingRequirementError("The disk is full.", "Make room.")
+
+    async def play() -> None:
+        await ledger.commit(ledger.state.enter(Phase.MINT))
+        ledger.keep([rollout(0)])
+        before = ledger.state
+        with monkeypatch.context() as broken:
+            broken.setattr(ledger.rollout_shards, "write", full)
+            with pytest.raises(MissingRequirementError, match="disk is full"):
+                await ledger.commit(ledger.state)
+        assert ledger.state == before
+        await ledger.commit(ledger.state)
+        assert [r.id for r in await ledger.read_rollouts(0, "mint")] == ["r0"]
+
+    asyncio.run(play())
