@@ -117,7 +117,7 @@ class Dispatcher:
 
         Request seeds depend on (seed, group, i) alone. `on_done` is told after each rollout how many are finished. If
         one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces. `deadline`:
-        stragglers are cancelled on the engine and left out, and so is a group of which nothing has arrived.
+        stragglers are cancelled on the engine and left out; where it is the batch's, a group may be left with none.
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
@@ -145,8 +145,7 @@ class Dispatcher:
         finally:
             for gathering in gatherings:
                 gathering.stop()
-        groups = [gathering.result() for gathering in gatherings]
-        return [group for group in groups if group.rollouts or not group.cancelled]
+        return [gathering.result() for gathering in gatherings]
 
     async def _rollout(self, gathering: _Gathering, index: int, call: _Call) -> Rollout:
         order = gathering.order
