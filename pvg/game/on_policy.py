@@ -26,7 +26,7 @@ from pvg.game.statistics import (
 )
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Problem, Role, Rollout, source_of_round
-from pvg.rollout.deadlines import Deadline
+from pvg.rollout.deadlines import training_deadline
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
@@ -107,7 +107,7 @@ class OnPolicySource:
             step=number,
             seed=seed_for(session.seed, round_, "train_prover", number),
             prefix=f"{round_:03d}/train_prover/{number:05d}",
-            deadline=self._deadline(),
+            deadline=training_deadline(session.experiment),
         )
         session.tell_rollouts(groups, number)
         return groups
@@ -124,13 +124,6 @@ class OnPolicySource:
             generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
             drawn[role] = draw_weighted(self.tracker.weights(ids, role), roles.count(role), generator)
         return [pool[drawn[role].pop()] for role in roles]
-
-    def _deadline(self) -> Deadline | None:
-        """spo takes no statistics of groups: all of its batch is one set of rollouts."""
-        rollout = self.session.experiment.rollout
-        if rollout.group_deadline_s is None:
-            return None
-        return Deadline(rollout.group_deadline_s, rollout.min_group, "group" if self.tracker is None else "batch")
 
     def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch, dict[str, float]]:
         """The rewards, the batch with its advantages, and what there is to tell of them. spo's tracker learns here."""

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pvg.experiment import Experiment
 
 Over = Literal["group", "batch"]
 
@@ -29,6 +32,15 @@ class Deadline:
     seconds: float
     least: int
     over: Over = "group"
+
+
+def training_deadline(experiment: Experiment) -> Deadline | None:
+    """That of the prover's training. spo takes no statistics of groups: all of its batch is one set."""
+    rollout = experiment.rollout
+    if rollout.group_deadline_s is None:
+        return None
+    over: Over = "batch" if experiment.training.loss == "spo" else "group"
+    return Deadline(rollout.group_deadline_s, rollout.min_group, over)
 
 
 class Watch:
