@@ -397,6 +397,8 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": "cgc"}, "training": {"loss": "rloo", "clip_low": 0.1}}, "training.clip_low"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "cispo", "clip_low": 0.1}}, "training.clip_low"),
         ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
+        ({"game": {"reward": "cgc"}, "training": {"spo_half_life": 9.0}}, "training.spo_half_life"),
+        ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):

@@ -8,8 +8,8 @@ of log-normal length (pvg.bench.workloads.stragglers_engine), and a trainer that
 for one that was cut. Sampling and training take turns, as in the synchronous game: nothing hides one behind the other.
 All variants order the same rollouts, which take equally long in each.
 
-Rollouts per second count those that were trained on. A deadline leaves out the longest: `length_kept` says how much
-shorter they are in the mean than what was ordered, which is what the speed is paid with.
+Rollouts and tokens per second count what was trained on. A deadline leaves out the longest: `length_kept` says how much
+shorter the rest is in the mean than what was ordered, which is what the speed is paid with.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from pvg.telemetry.spans import span
 
 MEASURES: dict[str, Measure] = {
     "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled and trained on per second"),
+    "tokens_per_s": Measure("tokens/s", "higher", "their completion tokens per second"),
     "trainer_idle": Measure("1", "lower", "share of the time in which the trainer waited for rollouts"),
     "batch_s": Measure("s", "lower", "mean time from a batch's first request to its last rollout"),
     "batch_rollouts": Measure("rollouts", "higher", "mean rollouts of a batch"),
@@ -130,6 +131,7 @@ class Stragglers:
         self._kept.append(kept / rollouts / float(np.concatenate(self._lengths_BN).mean()))
         return {
             "rollouts_per_s": rollouts / wall_s,
+            "tokens_per_s": kept / wall_s,
             "trainer_idle": 1.0 - trained_s / wall_s,
             "batch_s": sampled_s / self._own.batches,
             "batch_rollouts": rollouts / self._own.batches,
