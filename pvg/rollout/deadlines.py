@@ -84,8 +84,7 @@ class Watch:
 
     def _cut_if_enough(self) -> None:
         if self._late and self._finished >= self._deadline.least:
-            # Once each: a second cancellation would interrupt the cleaning up after the first.
-            running = [task for task in self._tasks if not task.done() and task not in self._cut]
-            self._cut.update(running)
-            for task in running:
+            self._late = False  # once: a second cancellation would interrupt the cleaning up after the first
+            self._cut = {task for task in self._tasks if not task.done()}
+            for task in self._cut:
                 task.cancel()
