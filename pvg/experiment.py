@@ -115,6 +115,9 @@ class Rollouts(Section):
     max_rows: Count = 256  # rows decoded together
     concurrency: Count = 1024  # requests in flight
     deadline_s: Positive | None = None  # of one request, retries included (vllm); None: as long as it takes
+    group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
+    # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
+    min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
@@ -147,7 +150,7 @@ class Verifier(Section):
 class Training(Section):
     """Prover training: one step is one optimizer step over a batch of groups."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"] = "grpo"
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo"] = "grpo"
     groups: Count = 32  # groups sampled per batch
     steps: Annotated[int, Field(ge=0)] = 60
     minibatches: Count = 1  # optimizer steps per sampled batch
@@ -172,6 +175,8 @@ class Training(Section):
         0  # 0: all weights are trained; else low-rank adapters of all linear layers
     )
     lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
+    spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half
+    spo_prioritised: bool = False  # problems whose outcome is uncertain are drawn more often; false: all alike
     overlong_buffer: Annotated[int, Field(ge=0)] = 0  # dapo's soft overlong reward starts this many tokens early
 
 

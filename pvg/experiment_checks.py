@@ -74,7 +74,51 @@ def impossibilities(experiment: Experiment) -> list[str]:
                 f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
                 f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
             )
-    return found + _impossible_sampling(experiment) + _impossible_servers(experiment) + _impossible_roles(experiment)
+    for part in (_impossible_stragglers, _impossible_sampling, _impossible_servers, _impossible_roles):
+        found += part(experiment)
+    return found
+
+
+def _impossible_stragglers(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of deadlines and of groups of one."""
+    training, rollout, game = experiment.training, experiment.rollout, experiment.game
+    found = []
+    if rollout.group_size == 1 and training.loss == "spo" and game.reward in ("src", "decoupled"):
+        found.append(
+            f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
+            "rollout.group_size = 1 leaves it none: every reward would be the same; take 'cgc', 'goodhart' or "
+            "'correctness', or raise rollout.group_size"
+        )
+    if training.spo_prioritised and training.loss == "spo" and not rewards_are_shares(experiment):
+        found.append(
+            "training.spo_prioritised needs rewards between 0 and 1; set game.reward to 'correctness' and "
+            "training.overlong_buffer to 0, or training.spo_prioritised to false"
+        )
+    if rollout.group_deadline_s is None:
+        return found
+    whole = training.groups * rollout.group_size if training.loss == "spo" else rollout.group_size
+    if rollout.min_group > whole:
+        found.append(
+            f"rollout.min_group = {rollout.min_group} is more than the {whole} rollouts that rollout.group_deadline_s "
+            f"is for; set it to at most {whole}"
+        )
+    if rollout.min_group == 1 and training.loss in GROUP_NORMALISED_LOSSES:
+        found.append(
+            f"rollout.min_group = 1 may leave {training.loss} a group of one, which teaches nothing; set it to 2 or "
+            "more"
+        )
+    least = rollout.min_group if training.loss == "spo" else training.groups * rollout.min_group
+    if least < training.minibatches:
+        found.append(
+            f"training.minibatches = {training.minibatches} does not fit the {least} rollouts that may be left at "
+            "rollout.group_deadline_s; lower it, or raise rollout.min_group"
+        )
+    return found
+
+
+def rewards_are_shares(experiment: Experiment) -> bool:
+    """Whether every reward lies between 0 and 1."""
+    return experiment.game.reward == "correctness" and experiment.training.overlong_buffer == 0
 
 
 def _impossible_sampling(experiment: Experiment) -> list[str]:
@@ -173,6 +217,9 @@ def oddities(experiment: Experiment) -> list[str]:
     if training.lora_alpha != type(training).model_fields["lora_alpha"].default and training.lora_rank == 0:
         found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
     found += _idle_servers(experiment)
+    rollout = experiment.rollout
+    if rollout.group_deadline_s is not None and training.loss != "spo" and rollout.min_group == rollout.group_size:
+        found.append("rollout.group_deadline_s has no effect: rollout.min_group is the whole group")
     idle = {
         "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
         "rloo": {
@@ -181,6 +228,11 @@ def oddities(experiment: Experiment) -> list[str]:
         },
         "cispo": {"training.clip_low": training.clip_low is not None},
     }
+    if training.loss != "spo":
+        tracked = {
+            f"training.{name}": name in training.model_fields_set for name in ("spo_half_life", "spo_prioritised")
+        }
+        idle[training.loss] = idle.get(training.loss, {}) | tracked
     for key, is_set in idle.get(training.loss, {}).items():
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")

@@ -119,12 +119,16 @@ class Group:
     """Rollouts of one problem and one role, sampled together: the unit of group-normalised advantages.
 
     `spread_s`: seconds between the first and the last of them to finish, which is what a straggler costs its group.
+    `cancelled` of those that were ordered were cut off by a deadline, after `lost_tokens` tokens, as far as the engine
+    told.
     """
 
     problem: Problem
     role: Role
     rollouts: Sequence[Rollout]
     spread_s: float = 0.0
+    cancelled: int = 0
+    lost_tokens: int = 0
 
 
 def source_of_round(round_: int) -> str:

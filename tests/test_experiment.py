@@ -265,6 +265,18 @@ IMPOSSIBLE = [
     (["game.reward=cgc", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["game.mint_samples=1"], "game.mint_samples must be at least 2"),
+    (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
+    (["training.loss=spo", "training.spo_prioritised=true"], "training.spo_prioritised needs rewards between 0 and 1"),
+    (["rollout.group_deadline_s=9", "rollout.min_group=9"], "rollout.min_group = 9 is more than the 8 rollouts"),
+    (["rollout.group_deadline_s=9", "rollout.min_group=1"], "rollout.min_group = 1 may leave grpo a group of one"),
+    (
+        ["rollout.group_deadline_s=9", "training.minibatches=128"],
+        "training.minibatches = 128 does not fit the 64 rollouts",
+    ),
+    (
+        ["rollout.group_deadline_s=9", "training.loss=spo", "training.minibatches=4"],
+        "training.minibatches = 4 does not fit the 2 rollouts",
+    ),
 ]
 
 # The nearest setting that does work, for each of them: the rule must not refuse more than it says.
@@ -282,6 +294,12 @@ POSSIBLE = [
     ["game.sneaky_share=0.0", "game.reward=correctness"],
     ["game.sneaky_share=1.0", "game.reward=goodhart"],
     ["game.mint_samples=2"],
+    ["training.loss=spo", "rollout.group_size=1", "game.reward=cgc"],
+    ["training.loss=spo", "training.spo_prioritised=true", "game.reward=correctness"],
+    ["rollout.min_group=9"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=8"],
+    ["rollout.group_deadline_s=9", "training.minibatches=64"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=256", "training.loss=spo"],
 ]
 
 
@@ -379,6 +397,8 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": "cgc"}, "training": {"loss": "rloo", "clip_low": 0.1}}, "training.clip_low"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "cispo", "clip_low": 0.1}}, "training.clip_low"),
         ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
+        ({"game": {"reward": "cgc"}, "training": {"spo_half_life": 9.0}}, "training.spo_half_life"),
+        ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):

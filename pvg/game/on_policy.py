@@ -13,21 +13,32 @@ import numpy as np
 from pvg.errors import TrainingDivergedError
 from pvg.game.rewards import Outcomes, rewards
 from pvg.game.roles import assign_roles
-from pvg.game.seeds import generator_for, seed_for
+from pvg.game.seeds import draw_weighted, generator_for, seed_for
 from pvg.game.session import Session
-from pvg.game.statistics import Columns, cache_metrics, play_metrics, sampling_metrics, staleness_metrics
+from pvg.game.statistics import (
+    Columns,
+    cache_metrics,
+    cut_metrics,
+    play_metrics,
+    sampling_metrics,
+    staleness_metrics,
+    value_metrics,
+)
 from pvg.models.language_model import LanguageModel
-from pvg.records import Float32, Rollout, source_of_round
+from pvg.records import Float32, Group, Problem, Role, Rollout, source_of_round
+from pvg.rollout.deadlines import training_deadline
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
-from pvg.training.credit import advantages, soft_overlong_rewards, zero_signal_groups
+from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
+from pvg.training.values import ValueTracker
 from pvg.verifier.scorer import VerifierScorer
 
 
 @dataclass
 class OnPolicySource:
-    """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them.
+    """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
+    of what `tracker` has learnt from the batches before, and with a deadline of what arrived in time.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for
     `rollout.logprobs = "recomputed"`.
@@ -40,18 +51,24 @@ class OnPolicySource:
     learner: LanguageModel
     batches_done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    tracker: ValueTracker | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        training = self.session.experiment.training
+        self.tracker = ValueTracker(training.spo_half_life) if training.loss == "spo" else None
 
     async def next_batch(self) -> PolicyBatch:
         session, started, number = self.session, time.perf_counter(), self.batches_done
         engine, scorer = session.players.engine, self.scorer
         engine_before, scorer_before = engine.stats, scorer.stats
         with span("rollout"):
-            rollouts = await self._sample(number)
+            groups = await self._sample(number)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         sampled_s = time.perf_counter() - started
         with span("score"):
             scores_N = await scorer.score(rollouts)
         with span("credit"):
-            rewards_N, batch = self._credit(rollouts, scores_N)
+            rewards_N, batch, credit_metrics = self._credit(rollouts, scores_N)
         batch = await self._with_logprobs(batch)
         with span("record"):
             session.ledger.keep(
@@ -64,24 +81,24 @@ class OnPolicySource:
             self.metrics = {
                 **play_metrics(Columns(rollouts, scores_N), self.threshold),
                 "reward_mean": float(rewards_N.mean()),
-                "zero_signal": zero_signal_groups(rewards_N, batch.group_ids_N, batch.role_ids_N),
+                **credit_metrics,
+                **cut_metrics(groups),
                 **sampling_metrics(rollouts, engine.stats.since(engine_before), sampled_s),
                 **staleness_metrics(rollouts, engine.version),
                 **cache_metrics(scorer_before, scorer.stats, len(rollouts)),
             }
         return batch
 
-    async def _sample(self, number: int) -> list[Rollout]:
+    async def _sample(self, number: int) -> list[Group]:
         session, round_ = self.session, self.session.state.round
         training, game = session.experiment.training, session.experiment.game
-        problems = session.draw("prover", number * training.groups, training.groups, f"prover-{round_}")
         roles = assign_roles(
             training.groups, game.sneaky_share, generator_for(session.seed, round_, "prover-roles", number)
         )
         size = session.experiment.rollout.group_size
         orders = [
             session.order(problem, role, group, size)
-            for group, (problem, role) in enumerate(zip(problems, roles, strict=True))
+            for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
         ]
         groups = await session.players.dispatcher.sample(
             orders,
@@ -90,11 +107,26 @@ class OnPolicySource:
             step=number,
             seed=seed_for(session.seed, round_, "train_prover", number),
             prefix=f"{round_:03d}/train_prover/{number:05d}",
+            deadline=training_deadline(session.experiment),
         )
         session.tell_rollouts(groups, number)
-        return [rollout for group in groups for rollout in group.rollouts]
+        return groups
 
-    def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch]:
+    def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
+        """One problem for each of `roles`: the next ones of the endless shuffle, or drawn by how uncertain they are."""
+        session, round_ = self.session, self.session.state.round
+        if self.tracker is None or not session.experiment.training.spo_prioritised:
+            return session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
+        pool = session.problems("prover")
+        ids = [problem.id for problem in pool]
+        drawn: dict[Role, list[int]] = {}
+        for role in dict.fromkeys(roles):
+            generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
+            drawn[role] = draw_weighted(self.tracker.weights(ids, role), roles.count(role), generator)
+        return [pool[drawn[role].pop()] for role in roles]
+
+    def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch, dict[str, float]]:
+        """The rewards, the batch with its advantages, and what there is to tell of them. spo's tracker learns here."""
         experiment = self.session.experiment
         columns = Columns(rollouts, scores_N)
         numbers: dict[str, int] = {}
@@ -119,7 +151,14 @@ class OnPolicySource:
         )
         group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
         role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
-        advantages_N = advantages(experiment.training.loss, rewards_N, group_ids_N, role_ids_N)
+        versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
+        if self.tracker is None:
+            advantages_N = advantages(experiment.training.loss, rewards_N, group_ids_N, role_ids_N)
+            metrics = {"zero_signal": zero_signal_groups(rewards_N, group_ids_N, role_ids_N)}
+        else:
+            values_N = self.tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
+            advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
+            metrics = value_metrics(rewards_N, values_N, advantages_N)
         batch = PolicyBatch(
             sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
             prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
@@ -128,9 +167,9 @@ class OnPolicySource:
             advantages_N=advantages_N,
             role_ids_N=role_ids_N,
             group_ids_N=group_ids_N,
-            versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
+            versions_N=versions_N,
         )
-        return rewards_N, batch
+        return rewards_N, batch, metrics
 
     async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
         """Add the reference's log-probs where the loss has a KL term; replace the sampler's where so configured."""

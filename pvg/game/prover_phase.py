@@ -201,6 +201,7 @@ class ProverPhase:
             "stop_rule": self.stop_rule.state(),
             "alerts": self.alerts.state(),
             "metrics": finite(self.last_metrics),
+            **({} if self.source.tracker is None else {"values": self.source.tracker.state()}),
         }
 
     def _resume(self) -> None:
@@ -213,6 +214,8 @@ class ProverPhase:
         self.scorer.load_cache_state(cache)
         self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
         self.source.batches_done = state.progress["batches"]
+        if self.source.tracker is not None:
+            self.source.tracker.load_state(state.progress["values"])
         self.version = state.progress["version"]
         self.stopped = state.progress["stopped"]
         self.stop_rule.load_state(state.progress["stop_rule"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def seed_for(seed: int, *place: int | str) -> int:
@@ -31,3 +32,10 @@ def draw_cyclic(count: int, start: int, size: int, seed: int) -> list[int]:
             permutation_N = generator_for(seed, "epoch", epoch).permutation(count)
         chosen.append(int(permutation_N[position % count]))
     return chosen
+
+
+def draw_weighted(weights_P: NDArray[np.float64], size: int, generator: np.random.Generator) -> list[int]:
+    """`size` positions, each drawn with a probability proportional to its weight; none twice while there are others."""
+    shares_P = weights_P / weights_P.sum()
+    again = size > len(weights_P)
+    return [int(position) for position in generator.choice(len(weights_P), size, replace=again, p=shares_P)]

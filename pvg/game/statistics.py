@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.records import Float32, Role, Rollout
+from pvg.records import Float32, Group, Role, Rollout
 from pvg.verifier.measures import auc
 
 if TYPE_CHECKING:
@@ -114,6 +114,25 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
         "latency_p99_s": p99,
         "engine_batch": engine.mean_batch,
         "prefix_share": engine.prefix_share,
+    }
+
+
+def cut_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What a batch is made of, and what its deadline (rollout.group_deadline_s) has cost it."""
+    return {
+        "rollouts": float(sum(len(group.rollouts) for group in groups)),
+        "groups_cut": float(sum(group.cancelled > 0 for group in groups)),
+        "rollouts_cancelled": float(sum(group.cancelled for group in groups)),
+        "tokens_lost": float(sum(group.lost_tokens for group in groups)),
+    }
+
+
+def value_metrics(rewards_N: Float32, values_N: NDArray[np.float64], advantages_N: Float32) -> dict[str, float]:
+    """How well spo's tracked values foretold the rewards. Without groups, what has no signal are single rollouts."""
+    return {
+        "zero_signal": float((advantages_N == 0.0).mean()),
+        "value_mean": float(values_N.mean()),
+        "value_error": float(np.abs(rewards_N - values_N).mean()),
     }
 
 

@@ -1,7 +1,7 @@
 """`Dispatcher`: groups of rollouts from an engine, graded, with a bound on the requests in flight.
 
-Invariant: the same orders and seed submit the same requests in the same order, so that a synchronous run can be
-repeated bit by bit.
+Invariant: without a deadline, the same orders and seed submit the same requests in the same order, so that a
+synchronous run can be repeated bit by bit.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pvg.errors import ConfigurationError
 from pvg.records import Group, Int32, Problem, Role, Rollout
+from pvg.rollout.deadlines import Deadline, Watch
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.telemetry.spans import span
 
@@ -44,6 +46,39 @@ class _Call:
     step: int
     seed: int
     prefix: str
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """One group as it is sampled. `told`: the tokens of each rollout so far, from engines that tell."""
+
+    order: GroupOrder
+    watch: Watch | None
+    tasks: list[asyncio.Task[Rollout]] = field(default_factory=list)
+    finishes: list[float] = field(default_factory=list)
+    told: dict[int, int] = field(default_factory=dict)
+
+    def start(self, work: Sequence[Coroutine[None, None, Rollout]]) -> None:
+        self.tasks = [asyncio.create_task(coroutine) for coroutine in work]
+        if self.watch is not None:
+            for task in self.tasks:
+                self.watch.add(task)
+
+    def stop(self) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+
+    def result(self) -> Group:
+        """When all tasks have ended. Raises what one of them was cancelled by, where that was no deadline."""
+        cut = {i for i, task in enumerate(self.tasks) if self.watch is not None and self.watch.was_cut(task)}
+        return Group(
+            self.order.problem,
+            self.order.role,
+            tuple(task.result() for i, task in enumerate(self.tasks) if i not in cut),
+            _spread(self.finishes),
+            cancelled=len(cut),
+            lost_tokens=sum(self.told.get(i, 0) for i in cut),
+        )
 
 
 class Dispatcher:
@@ -76,40 +111,49 @@ class Dispatcher:
         seed: int,
         prefix: str,
         on_done: Callable[[int], None] | None = None,
+        deadline: Deadline | None = None,
     ) -> list[Group]:
         """The groups, in the order of `orders`; rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`.
 
         Request seeds depend on (seed, group, i) alone. `on_done` is told after each rollout how many are finished. If
-        one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces.
+        one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces. `deadline`:
+        stragglers are cancelled on the engine and left out; where it is the batch's, a group may be left with none.
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
         call = _Call(round_, source, step, seed, prefix)
         semaphore = asyncio.Semaphore(self._concurrency)  # first come, first served
         finished = 0
-        finishes: dict[int, list[float]] = {order.group: [] for order in orders}
 
-        async def one(order: GroupOrder, index: int) -> Rollout:
+        async def one(gathering: _Gathering, index: int) -> Rollout:
             nonlocal finished
             async with semaphore:
-                rollout = await self._rollout(order, index, call)
+                if gathering.watch is not None:
+                    gathering.watch.begin()
+                rollout = await self._rollout(gathering, index, call)
             finished += 1
-            finishes[order.group].append(time.perf_counter())
+            gathering.finishes.append(time.perf_counter())
             if on_done is not None:
                 on_done(finished)
             return rollout
 
-        rollouts = await _all_or_none([one(order, index) for order in orders for index in range(order.size)])
-        ends = np.cumsum([order.size for order in orders], dtype=np.int64).tolist()
-        return [
-            Group(order.problem, order.role, tuple(rollouts[end - order.size : end]), _spread(finishes[order.group]))
-            for order, end in zip(orders, ends, strict=True)
-        ]
+        gatherings = _gatherings(orders, deadline)
+        try:
+            for gathering in gatherings:
+                gathering.start([one(gathering, index) for index in range(gathering.order.size)])
+            await _all_or_none([task for gathering in gatherings for task in gathering.tasks])
+        finally:
+            for gathering in gatherings:
+                gathering.stop()
+        return [gathering.result() for gathering in gatherings]
 
-    async def _rollout(self, order: GroupOrder, index: int, call: _Call) -> Rollout:
+    async def _rollout(self, gathering: _Gathering, index: int, call: _Call) -> Rollout:
+        order = gathering.order
         rollout_id = f"{call.prefix}/{order.group:05d}/{index:02d}"
         seed = request_seed(call.seed, order.group, index)
-        request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed)
+        # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
+        tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
+        request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell)
         completion = await self._engine.generate(request)
         with span("grade"):
             text = self._tokenizer.decode(_without_stop(completion))
@@ -148,15 +192,24 @@ def _without_stop(completion: Completion) -> Int32:
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
 
 
-async def _all_or_none(coroutines: Sequence[Coroutine[None, None, Rollout]]) -> list[Rollout]:
-    """All results in order. On the first failure, or when cancelled, nothing is left running behind."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+def _gatherings(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[_Gathering]:
+    if deadline is None:
+        return [_Gathering(order, None) for order in orders]
+    if deadline.over == "group":
+        return [_Gathering(order, Watch(deadline)) for order in orders]
+    watch = Watch(deadline)
+    return [_Gathering(order, watch) for order in orders]
+
+
+async def _all_or_none(tasks: Sequence[asyncio.Task[Rollout]]) -> None:
+    """Wait for all. On the first failure, or when cancelled, nothing is left running behind."""
     if not tasks:
-        return []
+        return
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
-        return [task.result() for task in (failed[:1] or tasks)]
+        for task in tasks:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

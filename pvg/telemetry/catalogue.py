@@ -100,7 +100,7 @@ def _sampled() -> list[Metric]:
     """Of any phase that samples."""
     play, everywhere = (*PROVER, *ROUND), (*SAMPLE, *PROVER, *ROUND)
     return [
-        *_in(SAMPLE, "rollouts", "rollouts", NEITHER, "Rollouts that the other numbers are of."),
+        *_in((*SAMPLE, *PROVER), "rollouts", "rollouts", NEITHER, "Rollouts that the other numbers are of."),
         *_in(SAMPLE, "correct", "share", NEITHER, "Correct solutions, of both roles."),
         *_in(everywhere, "helpful_accuracy", "share", HIGHER, "Helpful solutions that are correct."),
         *_in(
@@ -185,7 +185,24 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "ratio_max", "number", NEITHER, "The largest of these ratios."),
         *_in(PROVER, "clipped", "share", NEITHER, "Completion tokens whose gradient the clip changed."),
         *_in(PROVER, "reward_mean", "reward", NEITHER, "Mean reward over both roles."),
-        *_in(PROVER, "zero_signal", "share", LOWER, "Groups whose rewards are all the same: they have no gradient."),
+        *_in(
+            PROVER,
+            "zero_signal",
+            "share",
+            LOWER,
+            "Groups whose rewards are all the same (spo: rollouts of no advantage): no gradient.",
+        ),
+        *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
+        *_in(PROVER, "rollouts_cancelled", "rollouts", LOWER, "Rollouts that this cancelled."),
+        *_in(
+            PROVER,
+            "tokens_lost",
+            "tokens",
+            LOWER,
+            "Tokens sampled for them, as far as the engine tells: vLLM does, torch does not.",
+        ),
+        *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values that spo tracks, before the batch."),
+        *_in(PROVER, "value_error", "reward", LOWER, "Mean distance between these values and the rewards."),
         *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of the rollouts sampled in a second."),
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
         *_in(PROVER, "latency_p90_s", "s", LOWER, f"90th percentile of the latency {latency}"),

@@ -4,7 +4,7 @@ Invariant: a group is the rows that share a group id *and* a role; no group stat
 caller numbers the groups of both roles alike.
 
 Formulas: game.md's table of policy losses (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO
-2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262).
+2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232).
 
 Standard deviations are those of the population (divided by n, not n - 1): the group's rewards are all there is to
 normalise, and a group of one has a deviation of 0 rather than none.
@@ -74,7 +74,8 @@ def advantages(
     """Advantages float32 [N] of policy loss `loss`. `scope` is cispo's choice: its rewards are normalised over the
     group, or over the batch's rows of the same role.
 
-    Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss.
+    Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss, or
+    for spo: its baseline is in no group (see `tracked_advantages`).
     """
     if loss not in CREDIT:
         raise ConfigurationError(f"There is no loss {loss!r}.", f"Known: {', '.join(CREDIT)}.")
@@ -83,6 +84,30 @@ def advantages(
             raise ConfigurationError(f"{loss} normalises over groups; only cispo can normalise over the batch.")
         group_ids_N = np.zeros_like(group_ids_N)  # one group per role
     return CREDIT[loss](_grouped(rewards_N, group_ids_N, role_ids_N)).astype(np.float32)
+
+
+def tracked_advantages(
+    rewards_N: NDArray[Any], values_N: NDArray[Any], tokens_N: NDArray[Any], role_ids_N: NDArray[Any]
+) -> Float32:
+    """spo: R - v, whitened over the batch, each row weighing as much as its completion has tokens (`tokens_N`), for
+    that is what it weighs in a mean of tokens. `values_N` are the tracked v of before. Advantages float32 [N].
+
+    Each role is centred on its own mean; the deviation is that of the whole batch: what the roles share is a unit.
+    Raises TrainingDivergedError naming the row of a NaN or infinite reward.
+    """
+    one_group_N = np.zeros(len(role_ids_N), dtype=np.int64)
+    _grouped(rewards_N, one_group_N, role_ids_N)  # a broken reward is told as what it is
+    roles = _grouped(np.asarray(rewards_N, dtype=np.float64) - values_N, one_group_N, role_ids_N)
+    weights_N = np.maximum(np.asarray(tokens_N, dtype=np.float64), 1.0)
+    sums_G = np.bincount(roles.group_N, weights=weights_N * roles.rewards_N)
+    means_G = sums_G / np.bincount(roles.group_N, weights=weights_N)
+    centred_N = roles.rewards_N - means_G[roles.group_N]
+    centred_N[~roles.signal()] = 0.0
+    if not centred_N.size:
+        return centred_N.astype(np.float32)
+    deviation = np.sqrt(np.average(centred_N**2, weights=weights_N))
+    whitened_N: Float32 = (centred_N / (deviation + EPSILON)).astype(np.float32)
+    return whitened_N
 
 
 def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:

@@ -136,6 +136,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "cispo": PolicyLoss(capped_weight, mean_of_tokens, clip_high=4.0),
     "rloo": PolicyLoss(reinforce, mean_of_sequence_sums),
     "reinforce_pp": PolicyLoss(clipped_ratio, mean_of_tokens),
+    "spo": PolicyLoss(clipped_ratio, mean_of_tokens),
 }
 
 

@@ -10,9 +10,11 @@ import transformers
 from table_policy import policy_batch
 
 from pvg.experiment import Rollouts, Training
-from pvg.training.credit import advantages
+from pvg.records import Role
+from pvg.training.credit import advantages, tracked_advantages
 from pvg.training.losses import LOSSES, PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.values import ValueTracker
 
 VOCABULARY, WANTED, PROMPT, LENGTH = 8, 5, [1, 2], 4
 
@@ -22,6 +24,7 @@ class OnPolicy:
 
     def __init__(self, model, loss, groups=8):
         self.model, self.loss, self.groups, self.rewards = model, loss, groups, []
+        self.tracker = ValueTracker(half_life=100.0)
         self.generator = torch.Generator().manual_seed(0)
 
     async def next_batch(self):
@@ -40,7 +43,7 @@ class OnPolicy:
         rewards_N = (ids_BL[:, len(PROMPT) :] == WANTED).float().mean(dim=1).numpy()
         self.rewards.append(float(rewards_N.mean()))
         groups_N = np.repeat(np.arange(self.groups), 8)
-        credit_N = advantages(self.loss, rewards_N, groups_N, np.ones(rows))
+        credit_N = self.credit(rewards_N, groups_N)
         sampled_logprobs = torch.cat(sampled, dim=1).numpy()
         return policy_batch(
             ids_BL.numpy(),
@@ -50,6 +53,14 @@ class OnPolicy:
             sampled=sampled_logprobs,
             reference=sampled_logprobs,
         )
+
+    def credit(self, rewards_N, groups_N):
+        rows = len(rewards_N)
+        if self.loss != "spo":
+            return advantages(self.loss, rewards_N, groups_N, np.ones(rows))
+        versions_N = np.full(rows, len(self.rewards), dtype=np.int32)
+        values_N = self.tracker.observe([("the only", Role.HELPFUL)] * rows, rewards_N, versions_N)
+        return tracked_advantages(rewards_N, values_N, np.full(rows, LENGTH), np.ones(rows))
 
 
 @pytest.mark.parametrize("loss", tuple(LOSSES))

@@ -67,9 +67,10 @@ BY_HAND = {
     "rloo": -((A1 + A2) - 2 * B1) / 2,
     # As grpo's terms, over 3 tokens.
     "reinforce_pp": -(1.2 + 0.5 - 1.6) / 3,
+    "spo": -(1.2 + 0.5 - 1.6) / 3,
 }
 # Tokens whose gradient the clip took, of 3: A's first at 1.2 or 1.28, B's; gspo: B's only.
-CLIPPED = {"grpo": 2, "dr_grpo": 2, "dapo": 2, "gspo": 1, "cispo": 0, "rloo": 0, "reinforce_pp": 2}
+CLIPPED = {"grpo": 2, "dr_grpo": 2, "dapo": 2, "gspo": 1, "cispo": 0, "rloo": 0, "reinforce_pp": 2, "spo": 2}
 
 
 def test_the_table_has_the_losses_of_the_configuration():
@@ -111,6 +112,7 @@ PENALTY = {
     "cispo": (K3_A + K3_B) / 3,  # mean of tokens
     "rloo": (K3_A + K3_B) / 2,  # mean of sequence sums
     "reinforce_pp": (K3_A + K3_B) / 3,
+    "spo": (K3_A + K3_B) / 3,
 }
 
 

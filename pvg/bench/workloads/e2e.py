@@ -80,11 +80,13 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class ScratchLedger(Ledger):
-    """Counts the rollouts' tokens and keeps none of them: nothing may grow from sample to sample."""
+    """Counts the rollouts and their tokens, and keeps none of them: nothing may grow from sample to sample."""
 
     completion_tokens = 0
+    rollouts = 0
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
+        self.rollouts += len(rollouts)
         self.completion_tokens += sum(len(rollout.completion_ids) for rollout in rollouts)
 
 
@@ -173,13 +175,11 @@ class EndToEnd:
         await phase.play()
         seconds = time.perf_counter() - session.began
         self._steps = watcher.steps
-        experiment = self._experiment
-        rollouts = steps // experiment.training.minibatches * experiment.arithmetic().rollouts_per_batch
         return {
             "step_s": seconds / steps,
             "steps_per_hour": 3600 * steps / seconds,
             "tokens_per_s": session.ledger.completion_tokens / seconds,
-            "rollouts_per_s": rollouts / seconds,
+            "rollouts_per_s": session.ledger.rollouts / seconds,
         }
 
     async def _fresh_phase(self) -> ProverPhase:
@@ -188,7 +188,7 @@ class EndToEnd:
         info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._own.steps)
         phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
         phase.version = players.engine.version  # play() publishes the start weights as the version after it
-        session.ledger.completion_tokens = 0
+        session.ledger.completion_tokens = session.ledger.rollouts = 0
         return phase
 
     def derived(self) -> dict[str, float]:

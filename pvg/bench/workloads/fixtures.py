@@ -23,7 +23,7 @@ from pvg.store import RunDirectory
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.training.batch import PolicyBatch
-from pvg.training.credit import advantages
+from pvg.training.credit import advantages, tracked_advantages
 
 
 def check_work(experiment: Experiment, replay: RunDirectory | None, rollouts: int) -> None:
@@ -89,12 +89,17 @@ def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> 
     """The batch as the game builds it (pvg.game.on_policy): the sampler's log-probs, no reference yet."""
     group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
     role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
+    if loss == "spo":  # nothing tracked yet
+        tokens_N = np.array([len(r.completion_ids) for r in rollouts])
+        advantages_N = tracked_advantages(rewards_N, np.zeros(len(rollouts)), tokens_N, role_ids_N)
+    else:
+        advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
         prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
         sampled_logprobs=[r.logprobs for r in rollouts],
         reference_logprobs=None,
-        advantages_N=advantages(loss, rewards_N, group_ids_N, role_ids_N),
+        advantages_N=advantages_N,
         role_ids_N=role_ids_N,
         group_ids_N=group_ids_N,
         versions_N=np.array([r.version for r in rollouts], dtype=np.int32),

@@ -237,9 +237,9 @@ def _straggling(tally: Tally, says: str, criterion: str, measured: float, thresh
         threshold=threshold,
         cost_s=cost_ms / 1e3,
         share=_share(tally, cost_ms),
-        settings=("rollout.max_tokens", "training.overlong_buffer", "rollout.max_rows"),
-        remedy="Cut or discourage very long completions; make rollout.max_rows a multiple of rollout.group_size, so "
-        "that a group is decoded in one batch.",
+        settings=("rollout.max_tokens", "training.overlong_buffer", "rollout.max_rows", "rollout.group_deadline_s"),
+        remedy="Cut or discourage very long completions, or give groups a deadline; make rollout.max_rows a multiple "
+        "of rollout.group_size, so that a group is decoded in one batch.",
         evidence=_evidence(tally, "group_excess_ms" if "group_excess_ms" in tally.worst else "longest_ms"),
     )
 

@@ -1,0 +1,169 @@
+"""Stragglers: what waiting for the slowest rollout of a batch costs, and what a deadline or spo does about it.
+
+    pvg bench --profile stragglers                # wait for all, a deadline, spo
+    pvg bench --profile stragglers --interleave   # the same, their samples taken in turn
+
+The dispatcher and the credit are the product's; the engine and the trainer are stand-ins that only take time: rollouts
+of log-normal length (pvg.bench.workloads.stragglers_engine), and a trainer that takes `train_s` for a whole batch, less
+for one that was cut. Sampling and training take turns, as in the synchronous game: nothing hides one behind the other.
+All variants order the same rollouts, which take equally long in each.
+
+Rollouts and tokens per second count what was trained on. A deadline leaves out the longest: `length_kept` says how much
+shorter the rest is in the mean than what was ordered, which is what the speed is paid with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
+from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine, drawn_lengths
+from pvg.errors import ConfigurationError
+from pvg.experiment import Count, Experiment, Positive, Section
+from pvg.game.roles import prompt_renderer
+from pvg.game.seeds import seed_for
+from pvg.game.statistics import cut_metrics
+from pvg.models.characters import modchain_tokenizer
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import BASE_SOURCE, Group
+from pvg.rollout.deadlines import training_deadline
+from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.engine import Sampling
+from pvg.tasks import open_task
+from pvg.telemetry.spans import span
+
+MEASURES: dict[str, Measure] = {
+    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled and trained on per second"),
+    "tokens_per_s": Measure("tokens/s", "higher", "their completion tokens per second"),
+    "trainer_idle": Measure("1", "lower", "share of the time in which the trainer waited for rollouts"),
+    "batch_s": Measure("s", "lower", "mean time from a batch's first request to its last rollout"),
+    "batch_rollouts": Measure("rollouts", "higher", "mean rollouts of a batch"),
+    "tokens_lost": Measure("1", "lower", "share of the sampled tokens that belong to cancelled rollouts"),
+}
+
+
+class Settings(Section):
+    """The `[workload]` table. A rollout takes `median_s` in the median and at most `longest` times that; `sigma` is the
+    standard deviation of its logarithm; `train_s` is what the trainer takes for a whole batch."""
+
+    batches: Count = 3
+    median_s: Positive = 0.1
+    sigma: Annotated[float, Field(ge=0.0, le=4.0)] = 1.0
+    longest: Count = 32
+    median_tokens: Count = 100
+    train_s: Positive = 0.2
+    seed: int = 0
+
+
+def make(settings: BenchSettings) -> Workload:
+    """Raises ConfigurationError for a task whose questions the stand-in's alphabet does not have."""
+    experiment = settings.experiment
+    if experiment.task.kind != "modchain":
+        raise ConfigurationError(
+            f"The stragglers workload opens no model and knows modchain's alphabet alone, not that of "
+            f"task.kind = {experiment.task.kind!r}.",
+            "Use an experiment whose task.kind is 'modchain'.",
+        )
+    return Stragglers(experiment, workload_settings(Settings, settings))
+
+
+class Stragglers:
+    """See the module. One sample is `batches` batches, one after the other."""
+
+    measures: Mapping[str, Measure] = MEASURES
+
+    def __init__(self, experiment: Experiment, own: Settings) -> None:
+        self._experiment, self._own = experiment, own
+        self._rollouts = experiment.training.groups * experiment.rollout.group_size
+        self._kept: list[float] = []  # mean tokens of the rollouts that were kept, over the mean of all
+
+    async def open(self) -> None:
+        experiment, own = self._experiment, self._own
+        rollout = experiment.rollout
+        task, tokenizer = open_task(experiment.task), Tokenizer(modchain_tokenizer())
+        self._engine = HeavyTailedEngine(own.median_tokens / own.median_s, rollout.group_size, rollout.concurrency)
+        sampling = Sampling(own.median_tokens * own.longest, (tokenizer.eos_id,))
+        self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
+        render = prompt_renderer("tag", tokenizer)
+        self._orders = fixed_orders(experiment, task, render, self._rollouts, own.seed)
+        self._lengths_BN = [
+            drawn_lengths(
+                self._rollouts,
+                own.median_tokens,
+                own.sigma,
+                own.median_tokens * own.longest,
+                seed_for(own.seed, "bench", "lengths", batch),
+            )
+            for batch in range(own.batches)
+        ]
+
+    def work(self) -> dict[str, Any]:
+        lengths = np.concatenate(self._lengths_BN)
+        return {
+            **self._own.model_dump(mode="json"),
+            "rollouts_ordered": self._rollouts,
+            "concurrency": self._experiment.rollout.concurrency,
+            "longest_over_median": float(lengths.max() / np.median(lengths)),
+        }
+
+    async def sample(self, index: int) -> dict[str, float]:
+        started, sampled_s, batches = time.perf_counter(), 0.0, []
+        trained_s = 0.0
+        for number in range(self._own.batches):
+            with span("rollout"):
+                groups, seconds = await self._sampled(number)
+            sampled_s += seconds
+            batches.append(groups)
+            trained_s += await self._train(groups)
+        wall_s = time.perf_counter() - started
+        cuts = [cut_metrics(groups) for groups in batches]
+        rollouts = sum(cut["rollouts"] for cut in cuts)
+        lost = sum(cut["tokens_lost"] for cut in cuts)
+        kept = sum(len(r.completion_ids) for groups in batches for group in groups for r in group.rollouts)
+        self._kept.append(kept / rollouts / float(np.concatenate(self._lengths_BN).mean()))
+        return {
+            "rollouts_per_s": rollouts / wall_s,
+            "tokens_per_s": kept / wall_s,
+            "trainer_idle": 1.0 - trained_s / wall_s,
+            "batch_s": sampled_s / self._own.batches,
+            "batch_rollouts": rollouts / self._own.batches,
+            "tokens_lost": lost / (lost + kept),
+        }
+
+    async def _sampled(self, number: int) -> tuple[list[Group], float]:
+        self._engine.lengths_N = self._lengths_BN[number]
+        started = time.perf_counter()
+        groups = await self._dispatcher.sample(
+            self._orders,
+            round_=0,
+            source=BASE_SOURCE,
+            step=number,
+            seed=self._own.seed,
+            prefix=f"{number:05d}",
+            deadline=training_deadline(self._experiment),
+        )
+        return groups, time.perf_counter() - started
+
+    async def _train(self, groups: list[Group]) -> float:
+        """Credit as the game gives it, and the time that a trainer would take; returns that."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        with span("credit"):
+            policy_batch(rollouts, drawn_rewards(rollouts, self._own.seed), self._experiment.training.loss)
+        seconds = self._own.train_s * len(rollouts) / self._rollouts
+        with span("forward_backward"):
+            await asyncio.sleep(seconds)
+        return seconds
+
+    def derived(self) -> dict[str, float]:
+        """`length_kept`: the mean length of the rollouts that were trained on, over that of all that were ordered."""
+        return {"length_kept": float(np.mean(self._kept))}
+
+    async def close(self) -> None: ...

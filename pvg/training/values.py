@@ -1,0 +1,109 @@
+"""`ValueTracker`: what each problem is expected to pay in each role, where there is no group to tell (spo).
+
+    tracker = ValueTracker(half_life=100.0)
+    values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards; then they are learnt
+
+Source: Single-stream Policy Optimization (arXiv 2509.13232). For rewards in [0, 1] its tracker is a Beta whose counts
+fade: alpha <- rho alpha + R, beta <- rho beta + 1 - R, v = alpha / (alpha + beta). With n = alpha + beta that is
+
+    v <- v + (R - v) / (rho n + 1),   n <- rho n + 1
+
+and in this form it is also the moving average for rewards of any sign. rho = 2^(-D / half_life), clamped: D is how far
+the policy has moved since it was last seen on the problem. The paper measures it as a KL divergence, which would take
+another forward pass; here it is the number of versions published since.
+
+A problem that was never seen in a role starts from the role's level, a moving average over batches that is read before
+it is updated, with the weight of `PRIOR` rollouts. Invariant: the roles share nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.records import Float32, Int32, Role
+
+Float64 = NDArray[np.float64]
+Key = tuple[str, Role]  # a problem's id and a role
+
+RHO_LEAST, RHO_MOST = 0.875, 0.96  # remember the last 8 to 25 rollouts of a problem
+PRIOR = 1.0 / (1.0 - RHO_LEAST)  # rollouts: what is remembered at least
+LEVEL_DECAY = 0.95
+LEAST_WEIGHT = 0.05  # so that no problem is never drawn again
+
+
+class ValueTracker:
+    """v of each (problem, role). `half_life` counts versions of the policy."""
+
+    def __init__(self, half_life: float) -> None:
+        self._half_life = half_life
+        self._levels: dict[Role, float] = {}
+        self._seen: dict[Role, dict[str, tuple[float, float, int]]] = {role: {} for role in Role}  # v, n, version
+
+    def value(self, key: Key) -> float:
+        """v of a problem in a role, NaN while nothing is known of the role."""
+        problem, role = key
+        seen = self._seen[role].get(problem)
+        return self._levels.get(role, math.nan) if seen is None else seen[0]
+
+    def observe(self, keys: Sequence[Key], rewards_N: Float32 | Float64, versions_N: Int32) -> Float64:
+        """float64 [N]: v of each row before any of these rewards; then learn them, in the order of the rows.
+
+        The first batch of a role has its own mean for a level: no baseline for its rows (`tracked_advantages` removes
+        the role's mean anyway), but a start for their next visit.
+        """
+        means = _means(keys, rewards_N)
+        for role, mean in means.items():
+            self._levels.setdefault(role, mean)
+        values_N = np.array([self.value(key) for key in keys], dtype=np.float64)
+        for key, reward, version in zip(keys, rewards_N.tolist(), versions_N.tolist(), strict=True):
+            self._learn(key, reward, version)
+        for role, mean in means.items():
+            self._levels[role] += (1.0 - LEVEL_DECAY) * (mean - self._levels[role])
+        return values_N
+
+    def _learn(self, key: Key, reward: float, version: int) -> None:
+        problem, role = key
+        value, count, last = self._seen[role].get(problem, (self._levels[role], PRIOR, version))
+        moved = max(0, version - last)
+        rho = min(max(2.0 ** (-moved / self._half_life), RHO_LEAST), RHO_MOST)
+        count = rho * count + 1.0
+        self._seen[role][problem] = (value + (reward - value) / count, count, max(version, last))
+
+    def weights(self, problems: Sequence[str], role: Role) -> Float64:
+        """float64 [P]: how often each problem should be drawn for `role`, sqrt(v (1 - v)) + 0.05: most where the
+        outcome is least certain. For rewards in [0, 1] alone."""
+        values_P = np.array([self.value((problem, role)) for problem in problems], dtype=np.float64)
+        values_P = np.clip(np.nan_to_num(values_P, nan=0.5), 0.0, 1.0)
+        weights_P: Float64 = np.sqrt(values_P * (1.0 - values_P)) + LEAST_WEIGHT
+        return weights_P
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """As JSON data, from which every bit comes back."""
+        return {
+            "levels": {role.value: level for role, level in self._levels.items()},
+            "seen": {role.value: {p: list(entry) for p, entry in of.items()} for role, of in self._seen.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._levels = {Role(role): level for role, level in state["levels"].items()}
+        self._seen = {
+            role: {p: (value, count, version) for p, (value, count, version) in state["seen"][role.value].items()}
+            for role in Role
+        }
+
+
+def _means(keys: Sequence[Key], rewards_N: Float32 | Float64) -> dict[Role, float]:
+    """The mean reward of each role that is there."""
+    found: dict[Role, float] = {}
+    for role in Role:
+        rows_N = np.array([key[1] is role for key in keys], dtype=bool)
+        if rows_N.any():
+            found[role] = float(np.asarray(rewards_N, dtype=np.float64)[rows_N].mean())
+    return found

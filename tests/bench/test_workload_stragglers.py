@@ -1,0 +1,119 @@
+"""The stragglers workload: every variant orders the same rollouts, and what is counted is what was trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pvg.bench.planning import plan_bench
+from pvg.bench.profile import load_profile
+from pvg.bench.runner import run_variant
+from pvg.bench.workloads import stragglers
+from pvg.bench.workloads.stragglers import Stragglers
+from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine, drawn_lengths
+from pvg.errors import ConfigurationError
+from pvg.experiment import build_experiment
+from pvg.rollout.engine import GenerationRequest, Sampling
+
+TINY = (
+    "workload.batches=2",
+    "workload.median_s=0.002",
+    "workload.train_s=0.004",
+    "workload.longest=8",
+    "task.problems=64",
+    "task.test_problems=8",
+)
+SMALL = ("training.groups=4", "rollout.group_size=4")
+# Groups of one, of which the first 12 are the batch however late they come, and those that come along with the last.
+FIRST_12 = (
+    "training.loss=spo",
+    "training.groups=16",
+    "rollout.group_size=1",
+    "rollout.min_group=12",
+    "rollout.group_deadline_s=0.000001",
+)
+
+
+def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
+    async def play() -> tuple[Any, dict[str, Any]]:
+        return await run_variant(
+            lambda: stragglers.make(load_profile("profiles/stragglers.toml", [*TINY, *overrides])), warmup=0, repeats=2
+        )
+
+    variant, work = asyncio.run(play())
+    assert variant.status == "ok"
+    return variant, work
+
+
+def test_without_a_deadline_every_rollout_is_waited_for() -> None:
+    variant, work = ran(*SMALL)
+    assert {"rollout", "credit", "forward_backward"} <= variant.budget.exposed.keys()
+    assert variant.samples["batch_rollouts"].values == (16.0, 16.0)
+    assert variant.samples["tokens_lost"].values == (0.0, 0.0)
+    assert variant.derived["length_kept"] == pytest.approx(1.0)
+    assert all(0.0 < value < 1.0 for value in variant.samples["trainer_idle"].values)
+    assert work["rollouts_ordered"] == 16
+
+
+def test_spo_trains_on_the_first_of_the_same_rollouts() -> None:
+    whole, work = ran(*SMALL)
+    first, same_work = ran(*FIRST_12)
+    assert same_work == work
+    assert all(12.0 <= value <= 16.0 for value in first.samples["batch_rollouts"].values)
+    assert first.derived["length_kept"] <= whole.derived["length_kept"]
+
+
+def test_the_profile_compares_variants_that_order_the_same() -> None:
+    plan = plan_bench("profiles/stragglers.toml", list(TINY))
+    assert [choice.label.partition("=")[0] for choice in plan.choices] == ["rollout.group_deadline_s"] * 3
+
+    async def work_of(settings: Any) -> dict[str, Any]:
+        workload = stragglers.make(settings)
+        assert isinstance(workload, Stragglers)
+        await workload.open()
+        return workload.work()
+
+    works = [asyncio.run(work_of(choice.settings)) for choice in plan.choices]
+    assert works[0] == works[1] == works[2]
+
+
+def test_the_engine_tells_what_a_cancelled_request_had() -> None:
+    engine = HeavyTailedEngine(tokens_per_s=1000, group_size=2, max_in_flight=4)
+    engine.lengths_N = np.array([3, 10_000_000])
+    told: list[int] = []
+
+    def request(index: int) -> GenerationRequest:
+        return GenerationRequest(f"0/0/{index}", np.array([5], np.int32), Sampling(9, ()), 1, on_tokens=told.append)
+
+    async def play() -> None:
+        completion = await engine.generate(request(0))
+        assert completion.token_ids.tolist() == [5, 5, 5]
+        task = asyncio.create_task(engine.generate(request(1)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert len(told) == 1
+    assert 15 <= told[0] < 10_000_000
+
+
+def test_lengths_have_the_tail_that_was_asked_for() -> None:
+    lengths = drawn_lengths(20_000, median=100, sigma=1.0, longest=3200, seed=0)
+    assert 97 <= np.median(lengths) <= 103
+    assert 260 <= np.quantile(lengths, 0.8413) <= 285  # one deviation above: e times the median
+    assert lengths.max() <= 3200
+    assert lengths.min() >= 1
+    assert drawn_lengths(9, 100, 0.0, 3200, 1).tolist() == [100] * 9
+    np.testing.assert_array_equal(drawn_lengths(50, 9, 1.0, 99, 3), drawn_lengths(50, 9, 1.0, 99, 3))
+
+
+def test_another_task_is_refused() -> None:
+    settings = load_profile("profiles/stragglers.toml")
+    with pytest.raises(ConfigurationError, match="knows modchain's alphabet alone"):
+        stragglers.make(replace(settings, experiment=build_experiment({"task": {"kind": "gsm8k"}})))

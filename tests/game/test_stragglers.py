@@ -1,0 +1,115 @@
+"""Whole games with batches cut at a deadline, and with spo: they train, are recorded and resume."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kill_drill import differences, fingerprint
+from test_configurations import changed, played, rows
+
+from pvg.game.seeds import draw_weighted, generator_for
+from pvg.records import Rollout
+from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+
+SPO = {
+    "training.loss": "spo",
+    "rollout.group_size": 1,
+    "training.groups": 16,
+    "game.reward": "cgc",
+    "training.spo_half_life": 4.0,
+}
+PRIORITISED = {**SPO, "game.reward": "correctness", "game.sneaky_share": 0.0, "training.spo_prioritised": True}
+
+
+@pytest.mark.parametrize("settings", [SPO, PRIORITISED], ids=["cgc", "prioritised"])
+def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
+    experiment = changed(settings)
+    _, whole = played(experiment, tmp_path / "whole")
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 5))
+    assert outcome.status == "interrupted"
+    state = FileStateStore(RunDirectory.open("drill", tmp_path / "stopped").state).load().state
+    assert state is not None
+    seen = state["progress"]["values"]["seen"]
+    assert sum(map(len, seen.values())) > 16  # more than one batch has been learnt
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+    metrics = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
+    assert all(found["zero_signal"] < 1.0 and found["rollouts"] == 16.0 for found in metrics)
+    assert all(found["value_error"] > 0.0 for found in metrics)
+
+
+@pytest.fixture
+def stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the prover's training, every rollout whose index is 2 modulo 3 takes for ever. (The torch engine hands over
+    whole batches, which know no stragglers.)"""
+    generate = TorchEngine.generate
+
+    async def slow(self: TorchEngine, request: GenerationRequest) -> Completion:
+        if "train_prover" in request.id and int(request.id.rsplit("/")[-1]) % 3 == 2:
+            assert request.on_tokens is not None
+            request.on_tokens(5)
+            await asyncio.Event().wait()
+        return await generate(self, request)
+
+    monkeypatch.setattr(TorchEngine, "generate", slow)
+
+
+@pytest.mark.usefixtures("stragglers")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"training.minibatches": 2, "training.steps": 6, "training.loss": "dapo"}],
+    ids=["one step", "minibatches"],
+)
+def test_batches_that_are_cut_train_and_are_recorded_and_resume(settings: dict[str, Any], tmp_path: Path) -> None:
+    # Groups of 4, one of each for ever: 3 are waited for however late they come, so every machine gets the same.
+    experiment = changed({"rollout.group_deadline_s": 0.01, "rollout.min_group": 3, **settings})
+    _, whole = played(experiment, tmp_path / "whole")
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 4))
+    assert outcome.status == "interrupted"
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+    metrics = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
+    names = ("rollouts", "groups_cut", "rollouts_cancelled", "tokens_lost")
+    assert {tuple(found[name] for name in names) for found in metrics} == {(12.0, 4.0, 4.0, 20.0)}
+    batches = experiment.training.steps // experiment.training.minibatches
+    kept = [rollout for rollout in recorded(whole) if "train_prover" in rollout.id]
+    assert len(kept) == 12 * batches
+    assert {int(rollout.id.rsplit("/")[-1]) for rollout in kept} == {0, 1, 3}
+    assert all(rollout.score is not None and rollout.reward is not None for rollout in kept)
+
+
+@pytest.mark.usefixtures("stragglers")
+def test_spo_is_cut_as_a_batch(tmp_path: Path) -> None:
+    # Of 4 problems of 3 rollouts each, two in three come.
+    settings = {**SPO, "rollout.group_size": 3, "training.groups": 4, "rollout.group_deadline_s": 0.01}
+    _, run = played(changed({**settings, "rollout.min_group": 8}), tmp_path)
+    metrics = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
+    assert {(found["rollouts"], found["rollouts_cancelled"]) for found in metrics} == {(8.0, 4.0)}
+
+
+def recorded(run: RunDirectory) -> list[Rollout]:
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    shards = RolloutShards(run.path)
+    return [rollout for plain in state["shards"] for rollout in shards.read(ShardInfo.from_plain(plain))]
+
+
+def test_weighted_draws_follow_the_weights_and_repeat_nothing_needlessly() -> None:
+    weights = np.array([1.0, 1.0, 6.0, 0.0])
+    counts = np.zeros(4)
+    for number in range(400):
+        (drawn,) = draw_weighted(weights, 1, generator_for(0, number))
+        counts[drawn] += 1
+    assert counts[3] == 0
+    assert 250 < counts[2] < 350  # 300 expected, standard deviation 8.7
+    assert sorted(draw_weighted(weights[:3], 3, generator_for(0))) == [0, 1, 2]
+    assert len(draw_weighted(weights[:3], 7, generator_for(0))) == 7
+    assert draw_weighted(weights, 2, generator_for(5)) == draw_weighted(weights, 2, generator_for(5))

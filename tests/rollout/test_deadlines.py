@@ -1,0 +1,241 @@
+"""Deadlines: which rollouts a group is left with, what becomes of the others, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policies import tiny_model
+from virtual_time import run_in_virtual_time
+
+from pvg.errors import StateError
+from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
+from pvg.rollout.deadlines import Deadline
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+
+TOKENIZER = tiny_model().tokenizer
+TOKENS_PER_S = 10
+
+
+class AnyTask:
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        return Grade(correct=True, well_formed=True)
+
+
+class TimedEngine:
+    """Takes the seconds that `takes` has for a rollout, by (group, index); tells its tokens; counts what it is in.
+    Raises what `fails` has for one instead."""
+
+    def __init__(
+        self, takes: dict[tuple[int, int], float], fails: dict[tuple[int, int], BaseException] | None = None
+    ) -> None:
+        self.takes, self.fails = takes, fails or {}
+        self.max_in_flight = 10_000
+        self.asked: list[tuple[int, int]] = []
+        self.cancelled: list[tuple[int, int]] = []
+        self.now = 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        _, group, index = request.id.split("/")
+        key = int(group), int(index)
+        self.asked.append(key)
+        self.now += 1
+        try:
+            for second in range(int(self.takes[key])):
+                await asyncio.sleep(1)
+                if request.on_tokens is not None:
+                    request.on_tokens((second + 1) * TOKENS_PER_S)
+            await asyncio.sleep(self.takes[key] % 1)
+        except asyncio.CancelledError:
+            self.cancelled.append(key)
+            await asyncio.sleep(0)  # an engine has to clean up
+            raise
+        finally:
+            self.now -= 1
+        if key in self.fails:
+            raise self.fails[key]
+        ids = TOKENIZER.encode("7=")
+        return Completion(request.id, ids, np.zeros(2, np.float32), (VersionSpan(0, 1),), "length", Timing())
+
+
+def orders(sizes: Sequence[int]) -> list[GroupOrder]:
+    return [
+        GroupOrder(Problem(f"p{group}", "1+1?", "2"), Role.HELPFUL, TOKENIZER.encode("H1+1?"), group, size)
+        for group, size in enumerate(sizes)
+    ]
+
+
+def play(
+    engine: TimedEngine, sizes: Sequence[int], deadline: Deadline | None, concurrency: int = 1000
+) -> list[list[tuple[int, int]]]:
+    """(group, index) of each group's rollouts."""
+    return [
+        [key_of(rollout.id) for rollout in group.rollouts] for group in groups(engine, sizes, deadline, concurrency)
+    ]
+
+
+def groups(
+    engine: TimedEngine, sizes: Sequence[int], deadline: Deadline | None, concurrency: int = 1000
+) -> list[Group]:
+    async def work() -> list[Group]:
+        found = await sampling(engine, sizes, deadline, concurrency)
+        assert engine.now == 0
+        assert len(asyncio.all_tasks()) == 1
+        return found
+
+    found: list[Group] = run_in_virtual_time(work())
+    return found
+
+
+async def sampling(
+    engine: TimedEngine, sizes: Sequence[int], deadline: Deadline | None, concurrency: int = 1000
+) -> list[Group]:
+    dispatcher = Dispatcher(engine, AnyTask(), TOKENIZER, Sampling(6, (1,)), concurrency)  # type: ignore[arg-type]
+    return await dispatcher.sample(
+        orders(sizes), round_=0, source="base", step=0, seed=1, prefix="p", deadline=deadline
+    )
+
+
+def key_of(rollout_id: str) -> tuple[int, int]:
+    _, group, index = rollout_id.split("/")
+    return int(group), int(index)
+
+
+def takes(*seconds: Sequence[float]) -> dict[tuple[int, int], float]:
+    return {(g, i): s for g, row in enumerate(seconds) for i, s in enumerate(row)}
+
+
+def test_a_group_is_used_with_what_has_arrived_and_the_rest_is_cancelled_and_counted() -> None:
+    engine = TimedEngine(takes([1, 9.5, 3, 2], [1, 1, 1, 1]))
+    first, second = groups(engine, [4, 4], Deadline(4.5, least=2))
+    assert [rollout.id for rollout in first.rollouts] == ["p/00000/00", "p/00000/02", "p/00000/03"]
+    assert (first.cancelled, first.lost_tokens) == (1, 4 * TOKENS_PER_S)
+    assert (len(second.rollouts), second.cancelled, second.lost_tokens) == (4, 0, 0)
+    assert engine.cancelled == [(0, 1)]
+
+
+def test_a_group_that_has_too_few_waits_until_it_has_them() -> None:
+    engine = TimedEngine(takes([1, 50, 20, 30]))
+    assert play(engine, [4], Deadline(4.5, least=3)) == [[(0, 0), (0, 2), (0, 3)]]
+    assert engine.cancelled == [(0, 1)]
+
+
+def test_a_batch_is_one_set_and_its_groups_may_be_left_with_nothing() -> None:
+    engine = TimedEngine(takes([1], [9], [2], [9]))
+    found = groups(engine, [1, 1, 1, 1], Deadline(4.5, least=2, over="batch"))
+    assert [len(group.rollouts) for group in found] == [1, 0, 1, 0]
+    assert [group.cancelled for group in found] == [0, 1, 0, 1]
+    assert play(TimedEngine(takes([1], [9], [2], [7])), [1] * 4, Deadline(4.5, 3, "batch")) == [
+        [(0, 0)], [], [(2, 0)], [(3, 0)],
+    ]  # fmt: skip
+
+
+def test_a_groups_clock_starts_with_its_own_first_request() -> None:
+    # One request at a time: group 0 is done after 4 s, group 1 begins then and has until 9.5.
+    engine = TimedEngine(takes([2, 2], [3, 2, 3]))
+    assert play(engine, [2, 3], Deadline(5.5, least=1), concurrency=1) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+
+
+def test_what_was_never_asked_for_is_not_asked_for_after_the_deadline() -> None:
+    engine = TimedEngine(takes([2, 2, 2, 2], [1, 1]))
+    first, second = groups(engine, [4, 2], Deadline(3, least=1), concurrency=1)
+    assert (len(first.rollouts), first.cancelled) == (1, 3)
+    assert engine.asked == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (len(second.rollouts), second.cancelled) == (2, 0)
+
+
+def test_a_deadline_that_nobody_misses_changes_nothing() -> None:
+    rows = takes([3, 1, 2], [2, 5, 1])
+    plain, watched = TimedEngine(rows), TimedEngine(rows)
+    assert play(plain, [3, 3], None) == play(watched, [3, 3], Deadline(100, least=1))
+    assert plain.asked == watched.asked
+    assert watched.cancelled == []
+
+
+def test_a_rollout_that_fails_in_a_group_that_waits_surfaces() -> None:
+    engine = TimedEngine(takes([1, 6, 90], [1, 90, 90]), {(0, 1): StateError("this one fails")})
+
+    async def work() -> None:
+        with pytest.raises(StateError, match="this one fails"):
+            await sampling(engine, [3, 3], Deadline(2.5, least=3))
+        assert engine.now == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    run_in_virtual_time(work())
+    assert sorted(engine.cancelled) == [(0, 2), (1, 1), (1, 2)]
+
+
+def test_an_engine_that_fails_while_it_cancels_is_heard() -> None:
+    class Clumsy(TimedEngine):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            try:
+                return await super().generate(request)
+            except asyncio.CancelledError:
+                raise StateError("could not stop it") from None
+
+    async def work() -> None:
+        with pytest.raises(StateError, match="could not stop it"):
+            await sampling(Clumsy(takes([1, 9], [1, 90])), [2, 2], Deadline(2.5, least=1))
+        assert len(asyncio.all_tasks()) == 1
+
+    run_in_virtual_time(work())
+
+
+def test_a_cancellation_that_is_not_the_deadlines_surfaces() -> None:
+    engine = TimedEngine(takes([1, 2]), {(0, 1): asyncio.CancelledError()})
+
+    async def work() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await sampling(engine, [2], Deadline(100, least=1))
+
+    run_in_virtual_time(work())
+
+
+def test_a_caller_that_leaves_cancels_everything_and_no_timer_fires_later() -> None:
+    engine = TimedEngine(takes([1, 90], [90, 90]))
+
+    async def work() -> None:
+        task = asyncio.create_task(sampling(engine, [2, 2], Deadline(5, least=2)))
+        await asyncio.sleep(2.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.now == 0
+        assert len(asyncio.all_tasks()) == 1
+        await asyncio.sleep(100)
+
+    run_in_virtual_time(work())
+    assert len(engine.cancelled) == 3
+
+
+SECONDS = st.integers(1, 400).map(lambda tenths: tenths / 8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.lists(SECONDS, min_size=1, max_size=5, unique=True), min_size=1, max_size=4),
+    seconds=SECONDS.map(lambda s: s + 1 / 16),
+    least=st.integers(1, 5),
+    over=st.sampled_from(["group", "batch"]),
+)
+def test_who_is_left_is_who_came_in_time_or_first(
+    rows: list[list[float]], seconds: float, least: int, over: Any
+) -> None:
+    """Against the rule, worked out from the list of arrivals. (Ties between groups are broken by the engine.)"""
+    arrivals = {(g, i): s + g / 1000 for g, row in enumerate(rows) for i, s in enumerate(row)}
+    sets = [list(arrivals)] if over == "batch" else [[(g, i) for i in range(len(row))] for g, row in enumerate(rows)]
+    expected: set[Any] = set()
+    for keys in sets:
+        ranked = sorted(keys, key=arrivals.__getitem__)
+        in_time = [key for key in ranked if arrivals[key] <= seconds]
+        expected |= set(in_time if len(in_time) >= least else ranked[:least])
+    engine = TimedEngine(arrivals)
+    found = play(engine, [len(row) for row in rows], Deadline(seconds, least, over))
+    assert {key for group in found for key in group} == expected
+    assert set(engine.cancelled) == arrivals.keys() - expected
