@@ -122,6 +122,11 @@ class Rollouts(Section):
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
     shared_prefill: bool = True  # each distinct prompt is prefilled once per batch; false: once per row
+    # "lean": a decoding step of pvg's own for Llama-like models, compared with the model's logits when the engine opens
+    # (other models go through transformers, and events.log says so); "module": all through transformers
+    decoding: Literal["lean", "module"] = "lean"
+    # "continuous": requests join as rows finish (lean decoding only); "whole": a batch is decoded to its end
+    batching: Literal["continuous", "whole"] = "continuous"
 
 
 class Verifier(Section):

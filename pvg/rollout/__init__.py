@@ -66,6 +66,8 @@ def _open_torch(setting: Setting) -> Engine:
         events=setting.events,
         compaction=section.compaction,
         shared_prefill=section.shared_prefill,
+        lean=section.decoding == "lean",
+        continuous=section.batching == "continuous",
     )
 
 

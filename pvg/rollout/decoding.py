@@ -1,4 +1,7 @@
-"""Decoding one batch of requests to the end: prefill of the distinct prompts, then one forward pass per token.
+"""Rows that are decoded together, and one way to do it: a batch of requests to its end, through the module's forward.
+
+A batch is decoded by the prefill of its distinct prompts, then one forward pass per token; pvg.rollout.lean_rows holds
+the other way, which takes rows in while others run.
 
 No work per row is done in Python while decoding; rows that finished leave, so that the work falls with the live rows.
 Both savings are switches (`compaction`, `shared_prefill`), so that what they buy can be measured.
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -40,6 +43,62 @@ class Decoded:
     token_ids: Int32
     logprobs: Float32
     finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is to be decoded; `ticket` names it while it runs."""
+
+    ticket: int
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a turn finished, by ticket; its decoding steps, and the live rows summed over them."""
+
+    finished: list[tuple[int, Decoded]]
+    steps: int
+    live_rows: int
+
+
+class Rows(Protocol):
+    """The rows an engine has running. Used by one thread at a time; after an exception it is thrown away."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether `turn` takes jobs while others run; if not, it takes them only when all have finished."""
+        ...
+
+    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+        """Admit `jobs` and decode on; at least one running row finishes, or a bounded number of steps is done.
+
+        `dropped_N`, by ticket, may be set by another thread meanwhile: such a row finishes at the next step, and its
+        result means nothing. Raises TrainingDivergedError when the model's logits are not finite.
+        """
+        ...
+
+
+class ModuleRows:
+    """`Rows` by `decode`: whole batches through the module, whatever its architecture."""
+
+    def __init__(self, module: nn.Module, device: torch.device, *, compaction: bool, shared_prefill: bool) -> None:
+        self._module = module
+        self._device = device
+        self._switches = (compaction, shared_prefill)
+
+    @property
+    def joins(self) -> bool:
+        return False
+
+    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+        assert [job.ticket for job in jobs] == list(range(len(jobs)))  # so that a ticket is a row
+        dropped_N = dropped_N[: len(jobs)]
+        results = decode(self._module, [job.request for job in jobs], dropped_N, self._device, *self._switches)
+        lengths = [len(result.token_ids) for result in results]
+        return Turn(
+            [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
+        )
 
 
 @dataclass(slots=True)
@@ -218,11 +277,18 @@ def _results(
         limit = int(limits_N[row])
         stops = np.flatnonzero(np.isin(tokens_NT[row, :limit], request.sampling.stop_ids))
         length = int(stops[0]) + 1 if stops.size else limit
-        logprobs = logprobs_NT[row, :length].copy()
-        if not dropped_N[row] and not np.isfinite(logprobs).all():
-            raise TrainingDivergedError(
-                f"The policy's logits are not finite (request {request.id!r}).",
-                "Its weights have diverged: resume from the last commit with a lower learning rate.",
-            )
-        results.append(Decoded(tokens_NT[row, :length].astype(np.int32), logprobs, "stop" if stops.size else "length"))
+        tokens, logprobs = tokens_NT[row, :length], logprobs_NT[row, :length]
+        results.append(finished_row(request, tokens, logprobs, bool(stops.size), bool(dropped_N[row])))
     return results
+
+
+def finished_row(
+    request: GenerationRequest, tokens: NDArray[np.int64], logprobs: Float32, stopped: bool, dropped: bool
+) -> Decoded:
+    """A row's result, copied. Raises TrainingDivergedError for log-probs that are not finite, but for a dropped row."""
+    if not dropped and not np.isfinite(logprobs).all():
+        raise TrainingDivergedError(
+            f"The policy's logits are not finite (request {request.id!r}).",
+            "Its weights have diverged: resume from the last commit with a lower learning rate.",
+        )
+    return Decoded(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")

@@ -59,7 +59,8 @@ class EngineStats:
     """Totals since the engine was opened: batches decoded, their rows, the tokens sampled and the seconds that took;
     prompt tokens asked for, and those among them that were computed (the others were shared with another request).
 
-    An engine that makes no batches itself counts seconds as batches, and requests in flight times seconds as rows."""
+    An engine that makes no batches itself counts seconds as batches, and requests in flight times seconds as rows. One
+    that decodes step by step in this process also counts its steps, and the live rows summed over them."""
 
     batches: float = 0
     rows: float = 0
@@ -67,10 +68,14 @@ class EngineStats:
     seconds: float = 0.0
     prompt_tokens: int = 0
     prompt_tokens_computed: int = 0
+    steps: int = 0
+    live_rows: int = 0
 
     @property
     def mean_batch(self) -> float:
-        """Rows per batch."""
+        """Live rows per decoding step; where steps are not counted, rows per batch."""
+        if self.steps:
+            return self.live_rows / self.steps
         return self.rows / self.batches if self.batches else 0.0
 
     @property
@@ -87,6 +92,8 @@ class EngineStats:
             seconds=self.seconds - before.seconds,
             prompt_tokens=self.prompt_tokens - before.prompt_tokens,
             prompt_tokens_computed=self.prompt_tokens_computed - before.prompt_tokens_computed,
+            steps=self.steps - before.steps,
+            live_rows=self.live_rows - before.live_rows,
         )
 
 

@@ -2,6 +2,9 @@
 
 Invariants: the log-probs are those of exactly the distribution that is sampled from, renormalised after the cuts, in
 float32; a row's outcome depends on its own logits, settings and numbers only, never on the other rows.
+
+Two ways to the same tokens, up to rounding: `distribution` and `sample` write out the log-probs of the vocabulary and
+their cumulative sums; `draw` writes out the probabilities alone and looks for the token block by block.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from pvg.rollout.engine import GenerationRequest, Sampling
 
 # A nucleus nearly always lies within this many tokens; sorting a whole vocabulary costs more than the model does.
 NUCLEUS_CANDIDATES = 256
+# `draw` sums probabilities over blocks of this many tokens, and then within one block.
+BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,19 @@ def distribution(logits_RV: Tensor, settings: RowSettings) -> Tensor:
     The temperature divides logits from which the row's largest was taken first: as it nears 0 the quotients tend to
     -inf and never to inf - inf, so that the limit is greedy choice (tokens tied for first place share equally).
     """
-    logits_RV = logits_RV.float()
+    return torch.log_softmax(_cut(logits_RV.float(), settings), dim=-1)
+
+
+def _cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
+    """The logits at their temperatures; -inf for tokens that are cut."""
     if settings.tempered:
+        logits_RV = logits_RV.float()
         logits_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / settings.temperature_R1
     if settings.largest_k > 0 or settings.nucleus:
+        logits_RV = logits_RV.float()
         threshold_R1 = cut_threshold(logits_RV, settings)
         logits_RV = logits_RV.masked_fill(logits_RV < threshold_R1, -torch.inf)
-    return torch.log_softmax(logits_RV, dim=-1)
+    return logits_RV
 
 
 def cut_threshold(logits_RV: Tensor, settings: RowSettings) -> Tensor:
@@ -120,9 +131,45 @@ def sample(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
     `uniform_R` float64 in [0, 1). A token of probability 0 is never taken. Rows of NaN give an arbitrary valid token.
     """
-    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:]
-    below_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    target_R1 = torch.minimum(uniform_R[:, None] * total_R1, below_R1)
-    tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True)
+    tokens_R1, _, _ = _inverted(logprobs_RV.exp(), uniform_R[:, None])
     return tokens_R1[:, 0].clamp(max=logprobs_RV.shape[-1] - 1)
+
+
+def draw(logits_RV: Tensor, settings: RowSettings, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens_R int64 and their logprobs_R float32: what `sample` takes of `distribution`, in a fraction of the memory
+    traffic of a large vocabulary."""
+    probabilities_RV = torch.softmax(_cut(logits_RV, settings), dim=-1, dtype=torch.float32)
+    vocabulary = probabilities_RV.shape[-1]
+    if vocabulary <= 2 * BLOCK:
+        tokens_R1, _, _ = _inverted(probabilities_RV, uniform_R[:, None])
+    else:
+        tokens_R1 = _block_by_block(probabilities_RV, uniform_R[:, None])
+    tokens_R1 = tokens_R1.clamp(max=vocabulary - 1)
+    return tokens_R1[:, 0], probabilities_RV.gather(1, tokens_R1)[:, 0].log()
+
+
+def _block_by_block(probabilities_RV: Tensor, uniform_R1: Tensor) -> Tensor:
+    vocabulary = probabilities_RV.shape[-1]
+    whole = vocabulary // BLOCK * BLOCK
+    blocks_RB = probabilities_RV[:, :whole].view(len(probabilities_RV), -1, BLOCK).sum(dim=-1)
+    if whole < vocabulary:
+        blocks_RB = torch.cat([blocks_RB, probabilities_RV[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+    block_R1, target_R1, cumulative_RB = _inverted(blocks_RB, uniform_R1)
+    block_R1 = block_R1.clamp(max=blocks_RB.shape[-1] - 1)
+    # How far the number reaches into its block is a uniform number again, for looking inside.
+    own_R1 = blocks_RB.gather(1, block_R1).double()
+    within_R1 = ((target_R1 - (cumulative_RB.gather(1, block_R1) - own_R1)) / own_R1).clamp_(0.0, 1.0)
+    places_RX = block_R1 * BLOCK + torch.arange(BLOCK, device=block_R1.device)
+    inside_RX = probabilities_RV.gather(1, places_RX.clamp(max=vocabulary - 1))
+    inside_RX = inside_RX.masked_fill_(places_RX >= vocabulary, 0.0)
+    token_R1, _, _ = _inverted(inside_RX, within_R1)
+    return places_RX[:, :1] + token_R1
+
+
+def _inverted(weights_RN: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """index_R1, the first whose cumulative weight (float64) exceeds target_R1, the number's share of the total; and the
+    cumulative weights. A weight of 0 is never found, whatever the number."""
+    cumulative_RN = weights_RN.cumsum(dim=-1, dtype=torch.float64)
+    total_R1 = cumulative_RN[:, -1:]
+    target_R1 = torch.minimum(uniform_R1 * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
+    return torch.searchsorted(cumulative_RN, target_R1, right=True), target_R1, cumulative_RN

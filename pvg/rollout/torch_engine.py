@@ -3,11 +3,16 @@
     engine = TorchEngine(model, max_rows=256, max_in_flight=1024, executor=executor)
     completion = await engine.generate(GenerationRequest("r0", prompt_ids, Sampling(48, (eos,)), seed=7))
 
-Concurrent `generate` calls are gathered into batches in the order they came; a batch is decoded to its end in the
-executor, so the event loop stays free. One `TorchEngine` lives on one event loop.
+Concurrent `generate` calls are gathered into batches in the order they came. A batch is decoded in turns in the
+executor, so the event loop stays free: with continuous batching, finished rows are handed over after each turn and
+others take their places; else there is one turn, to the end of the batch. One `TorchEngine` lives on one event loop.
+
+New weights wait until no row runs, and while they wait nobody joins: a completion has one version. A batch lasts from
+the first row to the moment when none runs.
 
 Invariants: one version of the weights samples a batch; the same requests submitted in the same order give the same
-bits; every call of `generate` ends, with a completion or with the error that prevented it.
+bits (callers get QUIET_TURNS of the event loop to come back, not a time); every call of `generate` ends, with a
+completion or with the error that prevented it.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,8 +32,10 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32, Timing, VersionSpan
-from pvg.rollout.decoding import Decoded, decode
+from pvg.rollout.decoding import Decoded, Job, ModuleRows, Rows, Turn
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.lean import LeanDecoder, NotLeanError
+from pvg.rollout.lean_rows import LeanRows
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in, submit_in
 from pvg.weights import SyncTiming, WeightUpdate
@@ -44,17 +52,32 @@ GATHER_TURNS = 256
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
     request: GenerationRequest
     future: asyncio.Future[Completion]
     arrived: float
+    admitted: float = 0.0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """From the first row to the moment when none runs."""
+
+    number: int
+    started: float
+    running: dict[int, _Pending] = field(default_factory=dict)  # by ticket
+    completions: int = 0
+    tokens: int = 0
+    longest_s: float = 0.0
 
 
 class TorchEngine(Engine):
     """Owns `model`. `max_rows` are decoded together, `max_in_flight` requests may wait or run at once.
 
     `executor` is used for one thing at a time; one thread is enough. `compaction`, `shared_prefill`: see `decode`.
+    `lean`: by `LeanDecoder` if the model is of its kind, which an event tells; else, and without it, by the module.
+    `continuous`: rows join while others run, where decoding is lean.
     A seed's numbers come from Philox, so a request samples the same tokens in any company, up to floating-point ties.
     Temperatures near 0 tend to greedy choice.
     """
@@ -69,6 +92,8 @@ class TorchEngine(Engine):
         events: Events | None = None,
         compaction: bool = True,
         shared_prefill: bool = True,
+        lean: bool = True,
+        continuous: bool = True,
     ) -> None:
         if max_rows < 1 or max_in_flight < 1:
             raise ConfigurationError(f"max_rows ({max_rows}) and max_in_flight ({max_in_flight}) must be at least 1.")
@@ -78,19 +103,23 @@ class TorchEngine(Engine):
         self._max_rows = max_rows
         self._max_in_flight = max_in_flight
         self._executor = executor
-        self._switches = (compaction, shared_prefill)
+        self._compaction = compaction
         self._shared = shared_prefill
+        self._lean = lean
+        self._continuous = continuous
+        self._rows: Rows | None = None  # made at the first batch, in the executor; thrown away after an error
         self._events = events or Unheard()
         self._queue: deque[_Pending] = deque()
-        self._batch: Sequence[_Pending] = ()
-        self._dropped_N: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        self._batch: _Batch | None = None
+        self._dropped_N: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)  # by ticket
+        self._loads_waiting = 0
         self._in_flight = 0
         self._arrivals = 0
         self._version = 0
         self._stats = EngineStats()
         self._closed = False
         self._pump_task: asyncio.Task[None] | None = None
-        self._model_lock = asyncio.Lock()  # fair, so new weights wait for one batch at most
+        self._model_lock = asyncio.Lock()  # fair, so new weights wait for the running rows at most
 
     @property
     def version(self) -> int:
@@ -99,6 +128,11 @@ class TorchEngine(Engine):
     @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
+
+    @property
+    def decoding(self) -> str:
+        """ "lean" or "module": how rows are decoded; "" before the first batch."""
+        return "" if self._rows is None else "lean" if isinstance(self._rows, LeanRows) else "module"
 
     @property
     def stats(self) -> EngineStats:
@@ -143,6 +177,7 @@ class TorchEngine(Engine):
         self._closed = True
         self._refuse(_closed_error())
         async with self._model_lock:
+            self._rows = None  # it holds the weights too
             self._model.close()
 
     # --- serving -----------------------------------------------------------------------------------------------------
@@ -150,98 +185,163 @@ class TorchEngine(Engine):
     async def _pump(self) -> None:
         """Decode batch after batch until the queue is empty."""
         while self._queue:
-            await self._gather()
+            await self._gather(self._max_rows)
             async with self._model_lock:
-                batch = self._take()
-                if batch:
-                    await self._run(batch)
+                if first := self._take(self._max_rows):
+                    await self._run(first)
 
-    async def _gather(self) -> None:
-        """Let the event loop run until a batch is full or no new request arrives."""
+    async def _gather(self, wanted: int) -> None:
+        """Let the event loop run until `wanted` requests wait or no new one arrives."""
         quiet = 0
         for _ in range(GATHER_TURNS):
-            if len(self._queue) >= self._max_rows or quiet == QUIET_TURNS:
+            if len(self._queue) >= wanted or quiet == QUIET_TURNS:
                 return
             seen = self._arrivals
             await asyncio.sleep(0)
             quiet = quiet + 1 if self._arrivals == seen else 0
 
-    def _take(self) -> list[_Pending]:
-        """The next batch, first come first served; requests whose callers have left are forgotten."""
-        batch: list[_Pending] = []
-        while self._queue and len(batch) < self._max_rows:
+    def _take(self, most: int) -> list[_Pending]:
+        """Those who are next, first come first served; requests whose callers have left are forgotten."""
+        taken: list[_Pending] = []
+        while self._queue and len(taken) < most:
             pending = self._queue.popleft()
             if not pending.future.done():
-                batch.append(pending)
-        return batch
+                taken.append(pending)
+        return taken
 
-    async def _run(self, batch: list[_Pending]) -> None:
-        self._batch, self._dropped_N = batch, np.zeros(len(batch), dtype=bool)
-        for row, pending in enumerate(batch):
-            pending.future.add_done_callback(partial(_drop, self._dropped_N, row))
-        requests = [pending.request for pending in batch]
-        number = self._stats.batches
+    async def _run(self, newcomers: list[_Pending]) -> None:
+        """One batch: turn after turn until no row runs."""
+        batch = self._batch = _Batch(int(self._stats.batches), time.perf_counter())
         self._events.event(
-            "gen", event="batch.start", batch=number, inflight=self._in_flight, target_batch=self._max_rows
+            "gen", event="batch.start", batch=batch.number, inflight=self._in_flight, target_batch=self._max_rows
         )
-        started = time.perf_counter()
-        model = self._model
-        work = submit_in(self._executor, decode, model.module, requests, self._dropped_N, model.device, *self._switches)
+        before = self._stats
         try:
-            await asyncio.wait([work])
+            while newcomers or batch.running:
+                if error := await self._turn(batch, newcomers):
+                    for pending in batch.running.values():
+                        _fail(pending, error)
+                    return
+                newcomers = await self._joining(batch)
         finally:
             self._dropped_N[:] = True  # all done, or this task was cancelled and the thread has to stop
-            self._batch = ()
+            self._batch = None
+            if batch.running:
+                self._rows = None
         ended = time.perf_counter()
-        if error := work.exception():
-            for pending in batch:
-                _fail(pending, error)
-        else:
-            results = work.result()
-            self._deliver(batch, results, started, ended)
-            self._events.event(
-                "gen",
-                event="batch.done",
-                batch=number,
-                completions=len(batch),
-                tokens=sum(len(result.token_ids) for result in results),
-                dur_ms=(ended - started) * 1e3,
-                longest_ms=(ended - min(pending.arrived for pending in batch)) * 1e3,
-            )
+        self._stats = replace(self._stats, batches=self._stats.batches + 1)
+        steps, live = self._stats.steps - before.steps, self._stats.live_rows - before.live_rows
+        self._events.event(
+            "gen",
+            event="batch.done",
+            batch=batch.number,
+            completions=batch.completions,
+            tokens=batch.tokens,
+            rows=round(live / steps, 1),
+            dur_ms=(ended - batch.started) * 1e3,
+            longest_ms=batch.longest_s * 1e3,
+        )
 
-    def _deliver(self, batch: list[_Pending], results: list[Decoded], started: float, ended: float) -> None:
+    async def _joining(self, batch: _Batch) -> list[_Pending]:
+        """Who joins the rows that still run. Nobody while weights wait: they would wait for ever."""
+        free = self._max_rows - len(batch.running)
+        if not batch.running or not free or self._rows is None or not self._rows.joins:
+            return []
+        await self._gather(free)
+        return [] if self._loads_waiting or self._closed else self._take(free)
+
+    async def _turn(self, batch: _Batch, newcomers: list[_Pending]) -> BaseException | None:
+        """Admit the newcomers, decode on in the executor, hand over what has finished; or the error of the decoding."""
+        jobs = self._admit(batch, newcomers)
+        started = time.perf_counter()
+        work = submit_in(self._executor, self._decode, jobs)
+        await asyncio.wait([work])
+        if error := work.exception():
+            return error
+        self._deliver(batch, jobs, work.result(), time.perf_counter() - started)
+        return None
+
+    def _decode(self, jobs: list[Job]) -> Turn:
+        if self._rows is None:
+            self._rows = self._open_rows()
+        return self._rows.turn(jobs, self._dropped_N)
+
+    def _open_rows(self) -> Rows:
+        """In the executor: it computes. What was asked for and cannot be is said in events.log."""
+        model, reason = self._model, "rollout.decoding"
+        if self._lean:
+            try:
+                lean = LeanDecoder.over(model.module)
+            except NotLeanError as error:
+                reason = str(error)
+            else:
+                self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
+                return LeanRows(
+                    lean,
+                    self._max_rows,
+                    continuous=self._continuous,
+                    compaction=self._compaction,
+                    shared_prefill=self._shared,
+                )
+        self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
+        return ModuleRows(model.module, model.device, compaction=self._compaction, shared_prefill=self._shared)
+
+    def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[Job]:
+        free = (ticket for ticket in range(self._max_rows) if ticket not in batch.running)
+        jobs, now = [], time.perf_counter()
+        for ticket, pending in zip(free, newcomers, strict=False):
+            jobs.append(Job(ticket, pending.request))
+            self._dropped_N[ticket] = pending.future.done()
+            pending.admitted = now
+            pending.future.add_done_callback(partial(self._drop, ticket, pending))
+        batch.running.update((job.ticket, pending) for job, pending in zip(jobs, newcomers, strict=True))
+        return jobs
+
+    def _drop(self, ticket: int, pending: _Pending, _future: asyncio.Future[Completion]) -> None:
+        """The caller of a row has left, or was served; by then the ticket may be another's."""
+        if self._batch is not None and self._batch.running.get(ticket) is pending:
+            self._dropped_N[ticket] = True
+
+    def _deliver(self, batch: _Batch, jobs: list[Job], turn: Turn, seconds: float) -> None:
         delivered = 0
-        for pending, result in zip(batch, results, strict=True):
-            if pending.future.done():
-                continue
-            delivered += len(result.token_ids)
-            completion = Completion(
-                request_id=pending.request.id,
-                token_ids=result.token_ids,
-                logprobs=result.logprobs,
-                spans=(VersionSpan(0, self._version),),
-                finish_reason=result.finish_reason,
-                timing=Timing(queued_s=started - pending.arrived, service_s=ended - started),
-            )
-            pending.future.set_result(completion)
+        now = time.perf_counter()
+        for ticket, result in turn.finished:
+            pending = batch.running.pop(ticket)
+            batch.completions += 1
+            batch.tokens += len(result.token_ids)
+            batch.longest_s = max(batch.longest_s, now - pending.arrived)
+            if not pending.future.done():
+                delivered += len(result.token_ids)
+                pending.future.set_result(self._completion(pending, result, now))
         stats = self._stats
-        prompts = [pending.request.prompt_ids for pending in batch]
+        prompts = [job.request.prompt_ids for job in jobs]
         asked = sum(map(len, prompts))
         self._stats = replace(
             stats,
-            batches=stats.batches + 1,
-            rows=stats.rows + len(batch),
+            rows=stats.rows + len(jobs),
             tokens=stats.tokens + delivered,
-            seconds=stats.seconds + ended - started,
+            seconds=stats.seconds + seconds,
             prompt_tokens=stats.prompt_tokens + asked,
             prompt_tokens_computed=stats.prompt_tokens_computed + (_distinct(prompts) if self._shared else asked),
+            steps=stats.steps + turn.steps,
+            live_rows=stats.live_rows + turn.live_rows,
+        )
+
+    def _completion(self, pending: _Pending, result: Decoded, now: float) -> Completion:
+        return Completion(
+            request_id=pending.request.id,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            spans=(VersionSpan(0, self._version),),
+            finish_reason=result.finish_reason,
+            timing=Timing(queued_s=pending.admitted - pending.arrived, service_s=now - pending.admitted),
         )
 
     async def _load(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
         place = {"trace": update.trace_id, "version": update.version}
         self._events.event("weights", event="server.recv", **place)
-        async with self._model_lock:
+        async with self._alone():
             self._assert_open()
             if update.version <= self._version:
                 raise StateError(
@@ -257,6 +357,19 @@ class TorchEngine(Engine):
         self._events.event("weights", event="rpc.done", **place, rpc_ms=rpc_ms)
         return SyncTiming(update.version, wall_ms=(ended - called) * 1e3, rpc_ms=rpc_ms)
 
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """No row runs; while this waits for it, no row joins."""
+        self._loads_waiting += 1
+        try:
+            await self._model_lock.acquire()
+        finally:
+            self._loads_waiting -= 1
+        try:
+            yield
+        finally:
+            self._model_lock.release()
+
     # --- refusing ----------------------------------------------------------------------------------------------------
 
     def _pump_ended(self, task: asyncio.Task[None]) -> None:
@@ -268,7 +381,8 @@ class TorchEngine(Engine):
 
     def _refuse(self, error: BaseException) -> None:
         """Give `error` to every caller that waits or whose row is being decoded, and stop the decoding."""
-        waiting, self._queue = [*self._batch, *self._queue], deque()
+        running = [] if self._batch is None else self._batch.running.values()
+        waiting, self._queue = [*running, *self._queue], deque()
         for pending in waiting:
             _fail(pending, error)
         self._dropped_N[:] = True
@@ -321,5 +435,5 @@ def _fail(pending: _Pending, error: BaseException) -> None:
         pending.future.set_exception(error)
 
 
-def _drop(dropped_N: NDArray[np.bool_], row: int, _future: asyncio.Future[Completion]) -> None:
-    dropped_N[row] = True
+def _name(continuous: bool) -> str:
+    return "continuous" if continuous else "whole"

@@ -68,7 +68,7 @@ def test_a_sample_is_whole_steps_and_leaves_nothing_behind(scratch: Path) -> Non
         assert rollouts_per_s == pytest.approx(16 / step_s)
     assert all(step_s < wall_s for step_s, wall_s in zip(rates["step_s"].values, rates["wall_s"].values, strict=True))
     assert 0 < variant.derived["trainer_idle_share"] < 1
-    assert variant.derived["engine_batch"] == 16
+    assert 8 < variant.derived["engine_batch"] <= 16
     assert work["groups"] == 4
     assert list(scratch.iterdir()) == []
 
@@ -92,16 +92,16 @@ def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     result = run_plan(plan_bench("e2e", [*SMALL, "repeats=1", "rollout.concurrency=256"], ablate=True), command="test")
     report = result.report
     assert report.status == "ok", report.reason
-    assert len(report.variants) == 7
+    assert len(report.variants) == 8
     tokens = [variant.derived["completion_tokens"] for variant in report.variants]
-    assert tokens == pytest.approx([tokens[0]] * 7, rel=0.01)  # up to floating-point ties
+    assert tokens == pytest.approx([tokens[0]] * 8, rel=0.01)  # up to floating-point ties
     slow, *_, fast = report.variants
     assert slow.budget is not None
     assert fast.budget is not None
     assert "recompute" in slow.budget.exposed
     assert "recompute" not in fast.budget.exposed
-    assert slow.derived["engine_batch"] == 8
-    assert (slow.derived["prefix_share"], fast.derived["engine_batch"]) == (0.0, 16.0)
+    assert slow.derived["engine_batch"] <= 8 < fast.derived["engine_batch"] <= 16
+    assert slow.derived["prefix_share"] == 0.0
 
 
 @pytest.mark.parametrize(

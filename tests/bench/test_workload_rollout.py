@@ -80,7 +80,7 @@ def test_the_measures_agree_with_each_other() -> None:
             assert values["prompt_tokens_per_s"] * seconds == pytest.approx(work["prompt_tokens"])
             assert values["rollouts_per_s"] * seconds == pytest.approx(work["rollouts"])
             assert 0 < values["latency_p50_s"] <= values["latency_p90_s"] <= values["latency_p99_s"] < seconds
-            assert values["engine_batch"] == 8.0
+            assert 6.0 < values["engine_batch"] <= 8.0  # some rows end before others
         assert derived["completion_length"] == derived["completion_tokens"] / 24
 
     use("rollout", [*FEW, "rollout.max_rows=8"], look, samples=2)

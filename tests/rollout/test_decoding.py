@@ -96,7 +96,7 @@ def test_a_shared_prompt_is_prefilled_once() -> None:
         lambda _m, _a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     shared = [prompt for prompt in prompts(3, 6, 6) for _ in range(8)]
-    completions = generate(requests(shared, Sampling(4, NO_STOP)), model=tiny_model(module=module))
+    completions = generate(requests(shared, Sampling(4, NO_STOP)), model=tiny_model(module=module), lean=False)
     assert shapes[0] == (3, 5)
     assert shapes[1:] == [(24, 1)] * 4
     assert len({tuple(completion.token_ids) for completion in completions}) > 3
@@ -169,7 +169,7 @@ def test_finished_rows_leave_the_batch_and_the_others_are_what_they_would_be_alo
         GenerationRequest(f"{i}", prompt, Sampling(1 + (7 * i) % 32, NO_STOP), i)
         for i, prompt in enumerate(prompts(32, 1, 12))
     ]
-    completions = generate(wanted, model=tiny_model(module=module))
+    completions = generate(wanted, model=tiny_model(module=module), lean=False)
     assert rows[0] == 32
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] == 1

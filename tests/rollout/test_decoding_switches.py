@@ -105,8 +105,8 @@ def test_the_configuration_reaches_the_decoding(switch: str) -> None:
             await engine.close()
         return sum(sizes), [completion.token_ids for completion in found]
 
-    fast, fast_tokens = asyncio.run(tokens_computed(Rollouts()))
-    slow, slow_tokens = asyncio.run(tokens_computed(Rollouts(**{switch: False})))
+    fast, fast_tokens = asyncio.run(tokens_computed(Rollouts(decoding="module")))
+    slow, slow_tokens = asyncio.run(tokens_computed(Rollouts(**{"decoding": "module", switch: False})))
     assert slow > 1.2 * fast
     assert [row.tolist() for row in fast_tokens] == [row.tolist() for row in slow_tokens]
 
@@ -124,7 +124,7 @@ def test_the_prompt_tokens_told_are_those_computed(shared_prefill: bool) -> None
         two = [np.array([5, 6, 7, last], dtype=np.int32) for last in (8, 9)]
         asked = [GenerationRequest(f"{i}", prompt, Sampling(1, ()), i) for i, prompt in enumerate(two * GROUP)]
         with ThreadPoolExecutor(1) as executor:
-            engine = open_engine(setting(Rollouts(shared_prefill=shared_prefill), model, executor))
+            engine = open_engine(setting(Rollouts(decoding="module", shared_prefill=shared_prefill), model, executor))
             await asyncio.gather(*map(engine.generate, asked))
             await engine.close()
         return sum(sizes), engine.stats.prompt_tokens_computed, engine.stats.prefix_share

@@ -11,7 +11,7 @@ from tiny_policies import naive_kept
 
 from pvg.rollout import sampler
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
+from pvg.rollout.sampler import RowSettings, distribution, draw, sample, uniform_numbers
 
 CPU = torch.device("cpu")
 
@@ -104,3 +104,31 @@ def test_a_request_has_its_own_numbers_whatever_their_count() -> None:
     together = uniform_numbers([other, one], 9)
     np.testing.assert_array_equal(together[1, :3], uniform_numbers([one], 3)[0])
     assert not np.intersect1d(together[0], together[1]).size
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000, 1024, 2049])
+@pytest.mark.parametrize("cut", [(1.0, 0, 1.0), (0.7, 40, 1.0), (1.3, 0, 0.9)])
+def test_drawing_by_blocks_takes_the_tokens_of_the_whole_sums(vocabulary: int, cut: tuple[float, int, float]) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(400, vocabulary, generator=generator)
+    numbers = torch.rand(400, generator=generator, dtype=torch.float64)
+    numbers[:2] = torch.tensor([0.0, np.nextafter(1.0, 0.0)])
+    how = rows(*[cut] * 400)
+    logprobs = distribution(logits, how)
+    tokens, found = draw(logits, how, numbers)
+    expected = sample(logprobs, numbers)
+    same = tokens == expected
+    assert same.float().mean() > 0.99  # a number at the very edge of two tokens may fall to either side
+    torch.testing.assert_close(found, logprobs.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
+    assert torch.isfinite(found).all()  # never a token that was cut
+
+
+def test_drawing_follows_the_distribution_in_every_block() -> None:
+    probabilities = torch.zeros(1200, dtype=torch.float64)
+    places = [0, 255, 256, 700, 1023, 1024, 1199]
+    probabilities[places] = torch.tensor([0.3, 0.1, 0.05, 0.25, 0.1, 0.15, 0.05], dtype=torch.float64)
+    numbers = torch.linspace(0, 1, 2001, dtype=torch.float64)[:-1]
+    tokens, _ = draw(probabilities.log().float().expand(2000, -1), rows(*[(1.0, 0, 1.0)] * 2000), numbers)
+    counts = torch.bincount(tokens, minlength=1200)
+    assert counts[places].tolist() == pytest.approx((2000 * probabilities[places]).tolist(), abs=1)
+    assert int(counts.sum() - counts[places].sum()) == 0

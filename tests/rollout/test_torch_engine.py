@@ -1,4 +1,7 @@
-"""The engine around the decoding: batching, the event loop, cancelling, closing, errors, new weights."""
+"""The engine around the decoding: batching, the event loop, cancelling, closing, errors, new weights.
+
+Tests that hold a batch at one of its steps go through the module; test_continuous_batching has their lean siblings.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def test_the_event_loop_runs_while_a_batch_is_decoded() -> None:
         gate.open()
         await running
 
-    with_engine(use, model=model)
+    with_engine(use, lean=False, model=model)
 
 
 def test_a_cancelled_caller_leaves_its_batch_and_the_others_do_not_notice() -> None:
@@ -115,7 +118,7 @@ def test_a_cancelled_caller_leaves_its_batch_and_the_others_do_not_notice() -> N
             np.testing.assert_array_equal(completion.token_ids, expected.token_ids)
         assert engine.stats.tokens == 50
 
-    with_engine(use, model=model)
+    with_engine(use, lean=False, model=model)
     assert gate.rows[:3] == [6, 6, 6]
     assert set(gate.rows[4:]) == {5}
 
@@ -154,7 +157,7 @@ def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> N
             await engine.load_weights(WeightUpdate(1, freed.weights()))
         await engine.close()
 
-    with_engine(use, model=model, max_rows=4)
+    with_engine(use, lean=False, model=model, max_rows=4)
     assert len(gate.rows) <= 4  # the batch stopped at the step after the gate
 
 
@@ -220,7 +223,7 @@ def test_new_weights_wait_for_the_running_batch_and_precede_the_waiting_ones() -
         assert [completion.spans[0].version for completion in completions] == [0] * 4 + [1] * 4
         assert (await loading).queue_ms > 0
 
-    with_engine(use, model=model, max_rows=4)
+    with_engine(use, lean=False, model=model, max_rows=4)
 
 
 def test_weights_that_do_not_fit_or_go_back_are_refused_and_the_old_ones_stay() -> None:

@@ -61,11 +61,14 @@ def with_engine(
     model: LanguageModel | None = None,
     max_rows: int = 64,
     max_in_flight: int = 4096,
+    **switches: bool,
 ) -> Any:
     """Run `use(engine)` on an event loop of its own, and close the engine."""
 
     async def run() -> Any:
-        engine = TorchEngine(model or tiny_model(), max_rows=max_rows, max_in_flight=max_in_flight, executor=executor)
+        engine = TorchEngine(
+            model or tiny_model(), max_rows=max_rows, max_in_flight=max_in_flight, executor=executor, **switches
+        )
         try:
             return await use(engine)
         finally:

@@ -3,6 +3,7 @@
     pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
     pvg bench --profile rollout --replay RUN       # the prompts of a run, against a trainer that only sleeps
     pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
+    pvg bench --profile rollout-peer --ablate      # against transformers' generate
 
 Each request has a seed of its own, the same in every sample: what is sampled depends neither on the batches nor on the
 samples before, up to floating-point ties. So the work is told by the orders, not by the tokens that came of them; those
@@ -13,6 +14,9 @@ it. So on servers lengths are better fixed (`workload.fixed_length`): nothing en
 is of equal work. `workload.prompt_tokens` makes prompts of so many random tokens, where the task's are too short to
 have a beginning worth sharing. Before each sample the weights are published again, which empties the servers' prefix
 caches: what is shared is shared within the sample.
+
+`workload.engine = "transformers"` samples with transformers' own `generate` instead (pvg.bench.workloads.rollout_peer);
+the profile rollout-peer compares the two. `generate` draws other random numbers, so there too lengths are better fixed.
 
 With `--replay` the trainer's part of the game is slept away: after each batch for as long as the run's trainer took for
 its steps on it. Rates of tokens are those of the sampling, rollouts per second and the trainer's idle share those of
@@ -26,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,13 +39,14 @@ from pvg.bench.runner import RESET
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
+from pvg.errors import ConfigurationError
 from pvg.experiment import Count, Section
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import generator_for, seed_for
 from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
-from pvg.rollout.engine import EngineStats, Sampling
+from pvg.rollout.engine import Engine, EngineStats, Sampling
 from pvg.tasks import Task, open_task
 from pvg.telemetry.spans import span
 
@@ -55,7 +60,7 @@ MEASURES = {
     "latency_p90_s": Measure("s", "lower", "the same: 90th percentile"),
     "latency_p99_s": Measure("s", "lower", "the same: 99th percentile"),
     "group_straggle_s": Measure("s", "lower", "from a group's first finished rollout to its last: mean over groups"),
-    "engine_batch": Measure("rows", "higher", "rows decoded together, mean over the engine's batches"),
+    "engine_batch": Measure("rows", "higher", "unfinished rows of a decoding step, mean over the steps"),
 }
 ON_SERVERS = {
     "engine_batch": Measure("rows", "higher", "requests in flight, mean over the time of sampling"),
@@ -67,8 +72,9 @@ IDLE = {"trainer_idle": Measure("1", "lower", "share of the wall time in which t
 class Settings(Section):
     """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts; `batches`, for a replay, is
     how many of the run's batches a sample goes through (at most, evenly spread over the run). `fixed_length`: every
-    completion has rollout.max_tokens tokens."""
+    completion has rollout.max_tokens tokens. `engine`: who samples where rollout.engine is "torch"."""
 
+    engine: Literal["pvg", "transformers"] = "pvg"
     rollouts: Count = 256
     prompt_tokens: Count | None = None  # random ones; None: the task's prompts
     fixed_length: bool = False
@@ -88,6 +94,11 @@ class Batch:
 def make(settings: BenchSettings) -> Workload:
     own = workload_settings(Settings, settings)
     check_work(settings.experiment, settings.replay, own.rollouts)
+    if own.engine == "transformers" and settings.experiment.rollout.engine != "torch":
+        raise ConfigurationError(
+            'workload.engine = "transformers" stands in for the engine of this process, not for servers.',
+            'Set rollout.engine to "torch", or workload.engine to "pvg".',
+        )
     return RolloutWorkload(settings, own)
 
 
@@ -110,9 +121,13 @@ class RolloutWorkload:
             self._players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(self._players.close)
             await self._players.ready(scoring=False)
-            self._dispatcher = self._players.dispatcher
-            if self._own.fixed_length:
-                self._dispatcher = dispatcher_of_fixed_length(self._players)
+            self._engine: Engine = self._players.engine
+            if self._own.engine == "transformers":
+                from pvg.bench.workloads.rollout_peer import open_generate_engine
+
+                self._engine = open_generate_engine(self._players)
+                stack.push_async_callback(self._engine.close)
+            self._dispatcher = dispatcher(self._players, self._engine, fixed_length=self._own.fixed_length)
             self._batches = recorded or [self._fixed()]
             stack.pop_all()  # opened: from here on `close` frees it
 
@@ -162,7 +177,7 @@ class RolloutWorkload:
         if self._on_servers:
             with span(RESET):
                 await self._players.publish(self._players.base.weights(), self._players.publisher.version + 1)
-        before, started = self._players.engine.stats, time.perf_counter()
+        before, started = self._engine.stats, time.perf_counter()
         groups: list[Group] = []
         slept_s = 0.0
         for batch in self._batches:
@@ -174,7 +189,7 @@ class RolloutWorkload:
                     await asyncio.sleep(batch.train_s)
                 slept_s += time.perf_counter() - slept
         wall_s = time.perf_counter() - started
-        stats = self._players.engine.stats.since(before)
+        stats = self._engine.stats.since(before)
         self._counted = Counts.of(groups, stats)
         return self._measured(groups, stats, wall_s, slept_s)
 
@@ -218,14 +233,16 @@ class RolloutWorkload:
         }
 
     async def close(self) -> None:
+        await self._engine.close()  # twice, where it is the players' own: the second time does nothing
         await self._players.close()
 
 
-def dispatcher_of_fixed_length(players: Players) -> Dispatcher:
-    """As the players' own, but nothing ends a completion before rollout.max_tokens."""
-    rollout = players.experiment.rollout
-    sampling = Sampling(rollout.max_tokens, (), rollout.temperature, rollout.top_p, rollout.top_k)
-    return Dispatcher(players.engine, players.task, players.base.tokenizer, sampling, rollout.concurrency)
+def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:
+    """As the players' own, with `engine`. `fixed_length`: nothing ends a completion before rollout.max_tokens."""
+    rollout, tokenizer = players.experiment.rollout, players.base.tokenizer
+    stops = () if fixed_length else (tokenizer.eos_id,)
+    sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
+    return Dispatcher(engine, players.task, tokenizer, sampling, rollout.concurrency)
 
 
 def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: int, seed: int) -> list[GroupOrder]:

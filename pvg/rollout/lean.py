@@ -1,0 +1,311 @@
+"""A decoding step of Llama-like decoders in as few operations as it takes, over the weights of a transformers module.
+
+    lean = LeanDecoder.over(module)                     # raises NotLeanError where the module is something else
+    cache = lean.new_cache(rows=256, columns=64)
+    logits_RV = lean.step(token_R, position_R, cache, columns=40)
+
+What it saves over the module: the Python of some twenty submodules per layer, the query, key and value projections as
+three products and the gate and up projections as two, a mask per layer, and the attention kernel where plain batched
+products are faster.
+
+Invariants: the weights are the module's own (its parameters become views of fused matrices), so loading in place
+reaches both; `over` has compared the logits of both on the weights they share. A row's columns in the cache begin at 0,
+so that rows of any age stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Decoders of one shape: RMSNorm, rotary positions in halves, grouped queries, gated MLP with silu; biases and norms of
+# the heads are found as they are. `over` believes none of it before the logits agree.
+LEAN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Frequencies that depend on the length of the text cannot be tabulated.
+CHANGING_ROTARY = frozenset({"dynamic", "longrope"})
+# Largest difference of logits from the module's, as a share of their norm: rounding in another order, nothing else.
+PARITY = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+PARITY_ROWS, PARITY_TOKENS = 3, 7
+
+
+class NotLeanError(Exception):
+    """Why a module cannot be decoded this way; whoever asked uses the module instead and says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Tensor  # [(H + 2K) D, W]
+    qkv_bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys, [D] each
+    out: Tensor  # [W, H D]
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor  # [2 I, W]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [W, I]
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeanCache:
+    """Keys and values [layers, 2, rows, K heads, columns, D], zero where nothing was written: what is masked is still
+    multiplied by 0, and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype."""
+
+    kv: Tensor
+    cos_T1D: Tensor
+    sin_T1D: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.kv.shape[2]
+
+    @property
+    def columns(self) -> int:
+        return self.kv.shape[4]
+
+    def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
+        """Row `sources_M[m]` is copied to the place of row `targets_M[m]`, up to `columns`."""
+        self.kv[:, :, targets_M, :, :columns] = self.kv[:, :, sources_M, :, :columns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one step share: R rows that see `columns`, `place_RK` in the flattened cache of a layer, and
+    `bias` 0 where a row sees a column and -inf where not (as the attention wants it)."""
+
+    rows: int
+    columns: int
+    cos_R1D: Tensor
+    sin_R1D: Tensor
+    place_N: Tensor
+    bias: Tensor
+
+
+class LeanDecoder:
+    """Made by `over`. R rows, V vocabulary, W width, H query heads, K key heads, D head width, T columns."""
+
+    def __init__(self, module: Any) -> None:
+        config, decoder = module.config, module.model
+        self._rotary = decoder.rotary_emb
+        self._embedding: Tensor = decoder.embed_tokens.weight
+        self._head: Tensor = module.lm_head.weight
+        self._final_norm: Tensor = decoder.norm.weight
+        self._eps: float = config.rms_norm_eps
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._width: int = decoder.layers[0].self_attn.head_dim
+        self._scale = self._width**-0.5
+        self._layers = [_fused(layer) for layer in decoder.layers]
+        # Attention of one query: on a CPU in float32, batched products take half the time of the fused kernel.
+        self._products = self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32
+
+    @classmethod
+    def over(cls, module: nn.Module) -> LeanDecoder:
+        """A decoder whose logits have been compared with the module's; raises NotLeanError where there is none."""
+        if complaint := next(_complaints(module), None):
+            raise NotLeanError(complaint)
+        lean = cls(module)
+        lean._compare(module)
+        return lean
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    def new_cache(self, rows: int, columns: int) -> LeanCache:
+        shape = (len(self._layers), 2, rows, self._kv_heads, columns, self._width)
+        kv = torch.zeros(shape, dtype=self._embedding.dtype, device=self.device)
+        cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
+        return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None])
+
+    @torch.inference_mode()
+    def prefill(self, ids_BL: Tensor, cache: LeanCache, rows_F: Tensor, prompts_F: Tensor) -> None:
+        """Keys and values of B prompts, padded to the right; prompt `prompts_F[f]` is written to row `rows_F[f]`. What
+        is written behind a shorter prompt is seen by nobody: a row sees its own columns, and writes them first."""
+        B, L = ids_BL.shape
+        x_NW = F.embedding(ids_BL.reshape(-1), self._embedding)
+        cos_N1D, sin_N1D = cache.cos_T1D[:L].repeat(B, 1, 1), cache.sin_T1D[:L].repeat(B, 1, 1)
+        groups = self._heads // self._kv_heads
+        for layer, kv in zip(self._layers, cache.kv, strict=True):
+            q_NHD, k_NKD, v_NKD = self._qkv(layer, x_NW, cos_N1D, sin_N1D)
+            k_BKLD, v_BKLD = (x.view(B, L, self._kv_heads, self._width).transpose(1, 2) for x in (k_NKD, v_NKD))
+            kv[0][rows_F, :, :L] = k_BKLD[prompts_F]
+            kv[1][rows_F, :, :L] = v_BKLD[prompts_F]
+            out_BHLD = F.scaled_dot_product_attention(
+                q_NHD.view(B, L, self._heads, self._width).transpose(1, 2),
+                k_BKLD.repeat_interleave(groups, dim=1),
+                v_BKLD.repeat_interleave(groups, dim=1),
+                is_causal=True,
+            )
+            x_NW = self._rest(layer, x_NW, out_BHLD.transpose(1, 2).reshape(B * L, -1))
+
+    @torch.inference_mode()
+    def step(self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int) -> Tensor:
+        """logits_RV after the tokens `token_R` int64 at positions `position_R` int64 of the cache's first R rows.
+
+        `columns` is above every position whose logits are wanted."""
+        x_RW = F.embedding(token_R, self._embedding)
+        step = self._shared(position_R, cache, columns)
+        for layer, kv in zip(self._layers, cache.kv, strict=True):
+            q_RHD, k_RKD, v_RKD = self._qkv(layer, x_RW, step.cos_R1D, step.sin_R1D)
+            for buffer, new_RKD in zip(kv, (k_RKD, v_RKD), strict=True):
+                buffer.view(-1, self._width).index_copy_(0, step.place_N, new_RKD.reshape(-1, self._width))
+            attend = self._by_products if self._products else self._by_kernel
+            x_RW = self._rest(layer, x_RW, attend(q_RHD, kv, step))
+        logits_RV: Tensor = F.linear(self._norm(x_RW, self._final_norm), self._head)
+        return logits_RV
+
+    # --- one layer ---------------------------------------------------------------------------------------------------
+
+    def _shared(self, position_R: Tensor, cache: LeanCache, columns: int) -> _Step:
+        rows = len(position_R)
+        head_RK = torch.arange(rows * self._kv_heads, device=self.device).view(rows, self._kv_heads)
+        hidden_RT = torch.arange(columns, device=self.device) > position_R[:, None]
+        bias_RT = torch.zeros(rows, columns, dtype=cache.kv.dtype, device=self.device)
+        bias_RT.masked_fill_(hidden_RT, -torch.inf)
+        return _Step(
+            rows=rows,
+            columns=columns,
+            cos_R1D=cache.cos_T1D[position_R],
+            sin_R1D=cache.sin_T1D[position_R],
+            place_N=(head_RK * cache.columns + position_R[:, None]).flatten(),
+            bias=bias_RT.repeat_interleave(self._kv_heads, dim=0)[:, None]
+            if self._products
+            else bias_RT[:, None, None],
+        )
+
+    def _qkv(self, layer: _Layer, x_NW: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, D] and keys [N, K, D] in their places, values [N, K, D]."""
+        mixed_NXD = F.linear(self._norm(x_NW, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        mixed_NXD = mixed_NXD.view(len(x_NW), -1, self._width)
+        qk_NXD, v_NKD = torch.split(mixed_NXD, [self._heads + self._kv_heads, self._kv_heads], dim=1)
+        if layer.head_norms is not None:
+            both = zip(torch.split(qk_NXD, [self._heads, self._kv_heads], dim=1), layer.head_norms, strict=True)
+            qk_NXD = torch.cat([self._norm(part, weight) for part, weight in both], dim=1)
+        half = self._width // 2
+        turned_NXD = qk_NXD * cos_N1D
+        turned_NXD[..., :half].addcmul_(qk_NXD[..., half:], sin_N1D[..., :half], value=-1)
+        turned_NXD[..., half:].addcmul_(qk_NXD[..., :half], sin_N1D[..., half:])
+        return turned_NXD[:, : self._heads], turned_NXD[:, self._heads :], v_NKD
+
+    def _by_products(self, q_RHD: Tensor, kv: Tensor, step: _Step) -> Tensor:
+        shape = (step.rows * self._kv_heads, -1, self._width)
+        keys, values = (buffer.view(-1, *buffer.shape[2:])[: shape[0], : step.columns] for buffer in kv)
+        q = q_RHD.reshape(shape)
+        groups = q.shape[1]
+        bias = step.bias if groups == 1 else step.bias.expand(-1, groups, -1)
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(step.rows, -1)
+
+    def _by_kernel(self, q_RHD: Tensor, kv: Tensor, step: _Step) -> Tensor:
+        """The queries of a group stand as rows of one query matrix, so that keys are read once for all of them."""
+        q_RKGD = q_RHD.reshape(step.rows, self._kv_heads, -1, self._width)
+        keys, values = (buffer[: step.rows, :, : step.columns] for buffer in kv)
+        return F.scaled_dot_product_attention(q_RKGD, keys, values, attn_mask=step.bias).reshape(step.rows, -1)
+
+    def _rest(self, layer: _Layer, x_NW: Tensor, attended: Tensor) -> Tensor:
+        """The output projection and the gated MLP, each added to its input."""
+        x_NW = _added(x_NW, attended, layer.out, layer.out_bias)
+        gate_up = F.linear(self._norm(x_NW, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _added(x_NW, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    # --- parity ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _compare(self, module: nn.Module) -> None:
+        """A prefill of prompts of different length and a step, against one forward pass of the module."""
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self._embedding.shape[0]
+        ids_BL = torch.randint(vocabulary, (PARITY_ROWS, PARITY_TOKENS), generator=generator).to(self.device)
+        expected_BLV = module(input_ids=ids_BL, use_cache=False).logits.float()
+        if not bool(torch.isfinite(expected_BLV).all()):
+            raise NotLeanError("the module's own logits are not finite")
+        cache = self.new_cache(PARITY_ROWS, PARITY_TOKENS)
+        rows_B = torch.arange(PARITY_ROWS, device=self.device)
+        self.prefill(ids_BL, cache, rows_B, rows_B)
+        position_B = PARITY_TOKENS - 1 - rows_B  # rows that differ in age: each sees its own columns alone
+        found_BV = self.step(ids_BL[rows_B, position_B], position_B, cache, PARITY_TOKENS).float()
+        wanted_BV = expected_BLV[rows_B, position_B]
+        gap = float((found_BV - wanted_BV).norm() / (wanted_BV.norm() + 1e-30))
+        if not gap <= PARITY[self._embedding.dtype]:
+            raise NotLeanError(f"its logits differ from the module's by {gap:.2g} of their norm")
+
+
+def _complaints(module: Any) -> Iterator[str]:
+    """What is wrong with `module`: nothing, where it may be of the shape this file knows."""
+    config = module.config
+    if config.model_type not in LEAN_TYPES:
+        yield f"there is no lean decoding for models of type {config.model_type!r}"
+    windowed = config.model_type == "mistral" and config.sliding_window is not None
+    if windowed or set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        yield "it attends to a window"
+    if config.hidden_act != "silu":
+        yield f"its MLP uses {config.hidden_act!r}"
+    if config.rope_parameters["rope_type"] in CHANGING_ROTARY:
+        yield f"its positions are of the type {config.rope_parameters['rope_type']!r}"
+    if module.lm_head.bias is not None:
+        yield "its output layer has a bias"
+    if module.lm_head.weight.dtype not in PARITY:
+        yield f"it computes in {module.lm_head.weight.dtype}"
+    for layer in module.model.layers:
+        yield from (
+            f"its layers hold a {type(part).__name__}" for part in _projections(layer) if type(part) is not nn.Linear
+        )
+
+
+def _projections(layer: Any) -> list[nn.Module]:
+    attention, mlp = layer.self_attn, layer.mlp
+    attention_parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*attention_parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def _fused(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    gate_up = [mlp.gate_proj, mlp.up_proj]
+    normed = getattr(attention, "q_norm", None) is not None
+    return _Layer(
+        attention_norm=layer.input_layernorm.weight.data,
+        qkv=_joined([part.weight for part in qkv]),
+        qkv_bias=_joined_biases(qkv),
+        head_norms=(attention.q_norm.weight.data, attention.k_norm.weight.data) if normed else None,
+        out=attention.o_proj.weight.data,
+        out_bias=_data(attention.o_proj.bias),
+        mlp_norm=layer.post_attention_layernorm.weight.data,
+        gate_up=_joined([part.weight for part in gate_up]),
+        gate_up_bias=_joined_biases(gate_up),
+        down=mlp.down_proj.weight.data,
+        down_bias=_data(mlp.down_proj.bias),
+    )
+
+
+def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
+    """One matrix of all rows; the parameters become views of it, so nothing is held twice and loads reach both."""
+    joined = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, torch.split(joined, [len(part) for part in parts]), strict=True):
+        part.data = rows
+    return joined
+
+
+def _joined_biases(parts: Sequence[nn.Linear]) -> Tensor | None:
+    biases = [part.bias for part in parts if part.bias is not None]
+    return _joined(biases) if len(biases) == len(parts) else None
+
+
+def _data(parameter: nn.Parameter | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def _added(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x + y W' + b, the sum within the product."""
+    return torch.addmm(x_NW if bias is None else x_NW + bias, y, weight.t())

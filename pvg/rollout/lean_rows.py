@@ -1,0 +1,262 @@
+"""Rows that are decoded together by `LeanDecoder`, and may join and leave between steps.
+
+The rows of the cache are slots: slots below `_extent` are computed in every step, those among them that are not live
+have finished and wait for a newcomer, or for compaction to fill their place with a row from behind. What is kept per
+row lives in numpy arrays beside the device; a step brings its inputs there and takes its tokens from there.
+
+Invariant: which rows a step holds follows from the requests, the order of their admission and the tokens sampled; no
+clock and no other thread decides, but for rows whose callers have left (`dropped_N`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pvg.models.padding import pad_right, token_budget_batches
+from pvg.records import Float32
+from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, Decoded, Job, Turn, finished_row
+from pvg.rollout.engine import GenerationRequest
+from pvg.rollout.lean import LeanCache, LeanDecoder
+from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
+from pvg.telemetry.spans import span
+
+# In continuous batching a turn ends when this share of its rows has finished, or after so many steps: often enough to
+# keep the batch full and to let latecomers in, seldom enough that the prefill of newcomers and the way to the event
+# loop and back stay a small part.
+TURN_SHARE = 1 / 16
+TURN_STEPS = 16
+# The cache is made this much wider than needed, in columns: a slightly longer request is no reason for a new one.
+COLUMNS = 32
+
+
+@dataclass(slots=True)
+class _Slots:
+    """One entry per slot. `position`: where the next input token is written; `count`: tokens sampled so far."""
+
+    ticket_R: NDArray[np.int64]
+    live_R: NDArray[np.bool_]
+    token_R: NDArray[np.int64]
+    position_R: NDArray[np.int64]
+    count_R: NDArray[np.int64]
+    limit_R: NDArray[np.int64]
+    stop_RS: NDArray[np.int64]
+    uniform_RC: NDArray[np.float64]
+    tokens_RC: NDArray[np.int64]
+    logprobs_RC: Float32
+    requests: list[GenerationRequest | None]
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, stops: int) -> _Slots:
+        def whole(*shape: int) -> NDArray[np.int64]:
+            return np.zeros(shape, dtype=np.int64)
+
+        return cls(
+            ticket_R=whole(rows),
+            live_R=np.zeros(rows, dtype=bool),
+            token_R=whole(rows),
+            position_R=whole(rows),
+            count_R=whole(rows),
+            limit_R=whole(rows),
+            stop_RS=np.full((rows, stops), -1, dtype=np.int64),
+            uniform_RC=np.zeros((rows, columns)),
+            tokens_RC=whole(rows, columns),
+            logprobs_RC=np.zeros((rows, columns), dtype=np.float32),
+            requests=[None] * rows,
+        )
+
+    def arrays(self) -> list[NDArray[np.generic]]:
+        """All but the requests, in the order of the fields."""
+        found = [getattr(self, name) for name in type(self).__slots__]
+        return [array for array in found if isinstance(array, np.ndarray)]
+
+    def move(self, sources_M: NDArray[np.int64], targets_M: NDArray[np.int64]) -> None:
+        for array in self.arrays():
+            array[targets_M] = array[sources_M]
+        for source, target in zip(sources_M.tolist(), targets_M.tolist(), strict=True):
+            self.requests[target] = self.requests[source]
+
+
+class LeanRows:
+    """At most `max_rows` rows at once. `turn` is for the compute thread; see `Rows` in pvg.rollout.decoding."""
+
+    def __init__(
+        self, decoder: LeanDecoder, max_rows: int, *, continuous: bool, compaction: bool, shared_prefill: bool
+    ) -> None:
+        self._decoder = decoder
+        self._max_rows = max_rows
+        self._continuous = continuous
+        self._compaction = compaction
+        self._shared_prefill = shared_prefill
+        self._extent = 0
+        self._slots = _Slots.empty(0, 0, 1)
+        self._cache: LeanCache | None = None
+        self._settings: RowSettings | None = None  # of the extent; None: to be made anew
+
+    @property
+    def joins(self) -> bool:
+        """Whether rows may be admitted while others run."""
+        return self._continuous
+
+    @torch.inference_mode()
+    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+        """Admit `jobs`, then decode until enough rows have finished. With `jobs`, max_rows run at most."""
+        if jobs:
+            with span("prefill", device=True):
+                self._admit(jobs)
+        with span("decode", device=True):
+            return self._decode(dropped_N)
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, jobs: Sequence[Job]) -> None:
+        requests = [job.request for job in jobs]
+        slots = self._places(len(jobs))
+        self._make_room(max(slots) + 1, requests)
+        kept = self._slots
+        uniform_NC = uniform_numbers(requests, max(request.sampling.max_tokens for request in requests))
+        rows_N = np.asarray(slots)
+        kept.ticket_R[rows_N] = [job.ticket for job in jobs]
+        kept.token_R[rows_N] = [request.prompt_ids[-1] for request in requests]
+        kept.position_R[rows_N] = [len(request.prompt_ids) - 1 for request in requests]
+        kept.limit_R[rows_N] = [request.sampling.max_tokens for request in requests]
+        kept.count_R[rows_N], kept.live_R[rows_N], kept.stop_RS[rows_N] = 0, True, -1
+        kept.uniform_RC[rows_N, : uniform_NC.shape[1]] = uniform_NC
+        for row, request in zip(slots, requests, strict=True):
+            kept.stop_RS[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+            kept.requests[row] = request
+        self._extent = max(self._extent, max(slots) + 1)
+        self._settings = None
+        self._prefill(slots, requests)
+
+    def _places(self, count: int) -> list[int]:
+        """Slots for newcomers: those of finished rows first."""
+        finished = np.flatnonzero(~self._slots.live_R[: self._extent]).tolist()
+        return (finished + list(range(self._extent, self._extent + count)))[:count]
+
+    def _make_room(self, rows: int, requests: Sequence[GenerationRequest]) -> None:
+        """Slots and cache for so many rows of such requests: larger ones where what is there does not do. Both grow to
+        what was ever needed at once and stay, so that in the long run nothing is allocated."""
+        needed = max(len(request.prompt_ids) + request.sampling.max_tokens for request in requests)
+        stops = max(len(request.sampling.stop_ids) for request in requests)
+        old, cache = self._slots, self._cache
+        if cache is not None and rows <= cache.rows and needed <= cache.columns and stops <= old.stop_RS.shape[1]:
+            return
+        have = (0, 0) if cache is None else (cache.rows, cache.columns)
+        rows = have[0] if rows <= have[0] else min(self._max_rows, max(rows, 2 * have[0]))
+        columns = max(have[1], -(-needed // COLUMNS) * COLUMNS)
+        new = _Slots.empty(rows, columns, max(stops, old.stop_RS.shape[1]))
+        for target, source in zip(new.arrays(), old.arrays(), strict=True):
+            target[tuple(slice(size) for size in source.shape)] = source
+        new.requests[: len(old.requests)] = old.requests
+        self._slots = new
+        if (rows, columns) != have:
+            self._cache = None if self._extent == 0 else cache  # the old one is freed first where it holds nothing
+            grown = self._decoder.new_cache(rows, columns)
+            if self._cache is not None:
+                grown.kv[:, :, : have[0], :, : have[1]] = self._cache.kv
+            self._cache = grown
+
+    def _prefill(self, slots: Sequence[int], requests: Sequence[GenerationRequest]) -> None:
+        """Every prompt but its last token, which is the row's first input; each distinct one once where shared."""
+        assert self._cache is not None
+        rows_of: dict[bytes | int, list[int]] = {}
+        prefix_of = {row: request.prompt_ids[:-1] for row, request in zip(slots, requests, strict=True)}
+        for row, prefix in prefix_of.items():
+            if len(prefix):
+                rows_of.setdefault(prefix.tobytes() if self._shared_prefill else row, []).append(row)
+        groups = list(rows_of.values())
+        lengths_U = np.asarray([len(prefix_of[rows[0]]) for rows in groups], dtype=np.int64)
+        device = self._decoder.device
+        for batch in token_budget_batches(lengths_U, max(PREFILL_TOKENS, int(lengths_U.max(initial=0)))):
+            ids_BL, _ = pad_right([prefix_of[groups[group][0]] for group in batch], 0, device)
+            pairs = [(row, prompt) for prompt, group in enumerate(batch) for row in groups[group]]
+            rows_F, prompts_F = torch.tensor(pairs, device=device).T
+            self._decoder.prefill(ids_BL, self._cache, rows_F, prompts_F)
+
+    # --- decoding ----------------------------------------------------------------------------------------------------
+
+    def _decode(self, dropped_N: NDArray[np.bool_]) -> Turn:
+        done: list[tuple[int, Decoded]] = []
+        steps = live_rows = 0
+        enough = max(1, int(TURN_SHARE * self._live)) if self._continuous else self._live
+        while self._live and len(done) < enough and not (self._continuous and steps == TURN_STEPS):
+            steps += 1
+            live_rows += self._live
+            done += self._ended(self._step(), dropped_N)
+            finished = self._extent - self._live
+            if self._compaction and finished >= max(1, COMPACT_SHARE * self._extent):
+                self._compact()
+        if not self._live:
+            self._extent = 0
+        return Turn(done, steps, live_rows)
+
+    @property
+    def _live(self) -> int:
+        return int(np.count_nonzero(self._slots.live_R[: self._extent]))
+
+    def _step(self) -> NDArray[np.int64]:
+        """Sample one token for each live row; their slots."""
+        assert self._cache is not None
+        kept, extent, device = self._slots, self._extent, self._decoder.device
+        rows_L = np.flatnonzero(kept.live_R[:extent])
+        every_R = np.arange(extent)
+        # A finished row has no number left to draw with; any will do.
+        count_R = np.minimum(kept.count_R[:extent], kept.uniform_RC.shape[1] - 1)
+        logits_RV = self._decoder.step(
+            torch.from_numpy(kept.token_R[:extent]).to(device),
+            torch.from_numpy(kept.position_R[:extent]).to(device),
+            self._cache,
+            int(kept.position_R[rows_L].max()) + 1,
+        )
+        if self._settings is None:
+            samplings = [request.sampling for request in kept.requests[:extent] if request is not None]
+            self._settings = RowSettings.of(samplings, device)
+        uniform_R = torch.from_numpy(kept.uniform_RC[every_R, count_R]).to(device)
+        tokens_R, logprobs_R = draw(logits_RV, self._settings, uniform_R)
+        kept.token_R[:extent] = tokens_R.cpu().numpy()
+        count_L = kept.count_R[rows_L]
+        kept.tokens_RC[rows_L, count_L] = kept.token_R[rows_L]
+        kept.logprobs_RC[rows_L, count_L] = logprobs_R.cpu().numpy()[rows_L]
+        kept.count_R[rows_L] += 1
+        kept.position_R[rows_L] += 1  # that of a finished row stays: it must not run out of its columns
+        return rows_L
+
+    def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, Decoded]]:
+        """Tickets and results of the rows that this step finished; those of dropped rows mean nothing."""
+        kept = self._slots
+        stopped_L = (kept.token_R[rows_L, None] == kept.stop_RS[rows_L]).any(axis=1)
+        ended_L = stopped_L | (kept.count_R[rows_L] >= kept.limit_R[rows_L])
+        if dropped_N.any():
+            ended_L |= dropped_N[kept.ticket_R[rows_L]]
+        if not ended_L.any():
+            return []
+        found = []
+        for row, stopped in zip(rows_L[ended_L].tolist(), stopped_L[ended_L].tolist(), strict=True):
+            kept.live_R[row] = False
+            request, ticket, length = kept.requests[row], int(kept.ticket_R[row]), int(kept.count_R[row])
+            assert request is not None
+            tokens, logprobs = kept.tokens_RC[row, :length], kept.logprobs_RC[row, :length]
+            found.append((ticket, finished_row(request, tokens, logprobs, stopped, bool(dropped_N[ticket]))))
+        return found
+
+    def _compact(self) -> None:
+        """Live rows from behind move into the places of finished ones: as few rows are copied as possible."""
+        assert self._cache is not None
+        kept, live = self._slots, self._live
+        order_R = np.arange(self._extent)
+        targets_M = order_R[:live][~kept.live_R[:live]]
+        sources_M = order_R[live:][kept.live_R[live : self._extent]]
+        if len(sources_M):
+            columns = int(kept.position_R[sources_M].max())
+            device = self._decoder.device
+            self._cache.move(torch.from_numpy(sources_M).to(device), torch.from_numpy(targets_M).to(device), columns)
+            kept.move(sources_M, targets_M)
+        kept.live_R[live : self._extent] = False
+        kept.requests[live : self._extent] = [None] * (self._extent - live)
+        self._extent = live
+        self._settings = None

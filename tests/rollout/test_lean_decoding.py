@@ -1,0 +1,192 @@
+"""Lean decoding against the module whose weights it uses: the same logits, the same completions, for its kinds only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from tiny_policies import SIZES, generate, prompts, requests, setting, teacher_forced, tiny_llama, tiny_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pvg.experiment import Rollouts
+from pvg.rollout import open_engine
+from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.rollout.lean import LeanDecoder, NotLeanError
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.telemetry.events import Unheard
+
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def with_biases() -> PreTrainedModel:
+    module = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+    for name, weight in module.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3)
+    return module
+
+
+def scaled_rotary() -> PreTrainedModel:
+    rope = {**ROPE, "original_max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+
+
+def tied() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=True))
+
+
+def mistral(window: int | None = None) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
+
+
+KINDS = [tiny_llama, with_biases, scaled_rotary, tied, mistral, qwen2, qwen3]
+
+
+def varied(count: int = 24) -> list[GenerationRequest]:
+    """Groups of four on one prompt, of 1 to 9 tokens; some stop early, limits differ."""
+    shared = [prompt for prompt in prompts(count // 4) for _ in range(4)]
+    return [
+        GenerationRequest(f"r{i}", prompt, Sampling(6 + 3 * (i % 5), (1, 2) if i % 3 else ()), seed=100 + i)
+        for i, prompt in enumerate(shared)
+    ]
+
+
+@pytest.mark.parametrize("build", KINDS)
+def test_completions_are_those_of_the_module(build: Callable[[], PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    module = build().eval()
+    LeanDecoder.over(module)  # or it would be the module against itself
+    wanted = varied()
+    slow = generate(wanted, model=tiny_model(module=module), lean=False)
+    fast = generate(wanted, model=tiny_model(module=module), max_rows=10)
+    for request, one, other in zip(wanted, slow, fast, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert one.finish_reason == other.finish_reason
+        reference = teacher_forced(module, request.prompt_ids, other.token_ids, request.sampling)
+        np.testing.assert_allclose(other.logprobs, reference, atol=1e-4)
+
+
+def test_bfloat16_follows_its_module() -> None:
+    module = tiny_llama().to(torch.bfloat16).eval()
+    LeanDecoder.over(module)
+    wanted = requests(prompts(40), Sampling(1, ()))
+    slow = generate(wanted, model=tiny_model(module=module), lean=False)
+    for one, other in zip(slow, generate(wanted, model=tiny_model(module=module)), strict=True):
+        if one.token_ids.tolist() == other.token_ids.tolist():  # at a tie of bfloat16 they may part
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "switches", [{"compaction": False}, {"shared_prefill": False}, {"continuous": False}, {"max_rows": 5}]
+)
+def test_the_switches_change_no_completion(switches: dict[str, int]) -> None:
+    fast = generate(varied())
+    for one, other in zip(fast, generate(varied(), **switches), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=96))
+
+
+def activated() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu"))
+
+
+class Doubling(LlamaForCausalLM):
+    """A Llama by its configuration, and something else in its forward pass."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+
+def doubling() -> PreTrainedModel:
+    return Doubling(LlamaConfig(**SIZES))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(gpt2, "'gpt2'"), (lambda: mistral(4), "window"), (activated, "gelu"), (doubling, "logits differ")],
+)
+def test_another_model_is_decoded_by_its_module_and_that_is_said(
+    build: Callable[[], PreTrainedModel], reason: str
+) -> None:
+    torch.manual_seed(0)
+    module = build().eval()
+    with pytest.raises(NotLeanError, match=reason):
+        LeanDecoder.over(module)
+    wanted = requests(prompts(6), Sampling(8, (1,)))
+    said: list[dict[str, object]] = []
+
+    class Heard(Unheard):
+        def event(self, tag: str, **fields: object) -> None:
+            said.append({"tag": tag, **fields})
+
+    async def run(executor: ThreadPoolExecutor) -> None:
+        engine = TorchEngine(tiny_model(module=module), max_rows=4, max_in_flight=99, executor=executor, events=Heard())
+        for request, completion in zip(wanted, await asyncio.gather(*map(engine.generate, wanted)), strict=True):
+            reference = teacher_forced(module, request.prompt_ids, completion.token_ids, request.sampling)
+            np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
+        assert engine.decoding == "module"
+        await engine.close()
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(run(executor))
+    (decoder,) = [fields for fields in said if fields.get("event") == "decoder"]
+    assert decoder["decoding"] == "module"
+    assert reason in str(decoder["reason"])
+
+
+def test_weights_are_held_once_and_loads_reach_the_decoder() -> None:
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.weights().items()}
+    decoder = LeanDecoder.over(model.module)
+    for name, tensor in model.weights().items():
+        assert torch.equal(tensor, before[name])
+    attention = model.module.model.layers[0].self_attn
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    model.load_weights(tiny_model(seed=5).weights())
+    decoder._compare(model.module)  # raises if a stale copy of any weight were used
+
+
+@pytest.mark.parametrize(("decoding", "batching"), [("lean", "continuous"), ("lean", "whole"), ("module", "whole")])
+def test_the_configuration_reaches_the_engine(decoding: str, batching: str) -> None:
+    async def run(executor: ThreadPoolExecutor) -> tuple[str, bool]:
+        section = Rollouts(decoding=decoding, batching=batching, max_rows=4, concurrency=8)
+        engine = open_engine(setting(section, tiny_model(), executor))
+        assert isinstance(engine, TorchEngine)
+        await asyncio.gather(*map(engine.generate, requests(prompts(6), Sampling(4, ()))))
+        found = engine.decoding, engine._rows is not None and engine._rows.joins
+        await engine.close()
+        return found
+
+    with ThreadPoolExecutor(1) as executor:
+        assert asyncio.run(run(executor)) == (decoding, batching == "continuous")
