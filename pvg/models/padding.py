@@ -57,13 +57,7 @@ def token_budget_batches(
     if not lengths_N.size:
         return []
     order_N = np.argsort(-lengths_N, kind="stable") if by_length else np.arange(len(lengths_N))
-    longest = int(lengths_N.max())
-    if longest > budget:
-        row = int(lengths_N.argmax())
-        raise ConfigurationError(
-            f"A sequence of {longest} tokens (row {row}) is over the token budget of {budget} per batch.",
-            "Raise the budget (micro_batch_tokens, score_tokens) or shorten the completions (rollout.max_tokens).",
-        )
+    longest = check_budget(lengths_N, budget)
     batches = []
     start = 0
     while start < len(order_N):
@@ -74,6 +68,18 @@ def token_budget_batches(
         batches.append(order_N[start : start + rows])
         start += rows
     return batches
+
+
+def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
+    """The longest of the rows' lengths. Raises ConfigurationError when it is over the budget."""
+    longest = int(lengths_N.max(initial=0))
+    if longest > budget:
+        row = int(lengths_N.argmax())
+        raise ConfigurationError(
+            f"A sequence of {longest} tokens (row {row}) is over the token budget of {budget} per batch.",
+            "Raise the budget (micro_batch_tokens, score_tokens) or shorten the completions (rollout.max_tokens).",
+        )
+    return longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +110,9 @@ class Rows:
 
     def spread(self, flat_TE: Tensor) -> Tensor:
         """[T, E] -> [R, W, E]. The padding holds some token's values, and gives no gradient back."""
-        if self.slots_T is None or self.tokens_S is None:
-            return flat_TE.unflatten(0, (-1, self.width))
-        return cast(Tensor, _Spread.apply(flat_TE, self.slots_T, self.tokens_S)).unflatten(0, (-1, self.width))
+        if self.slots_T is not None:
+            flat_TE = cast(Tensor, _Spread.apply(flat_TE, self.slots_T, self.tokens_S))  # type: ignore[no-untyped-call]
+        return flat_TE.reshape(-1, self.width, flat_TE.shape[1])
 
     def gather(self, spread_RWE: Tensor) -> Tensor:
         """[R, W, E] -> [T, E]: the inverse, without the padding."""

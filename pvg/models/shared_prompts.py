@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from pvg.errors import ConfigurationError
-from pvg.models.padding import Rows, counted, lengths_of
+from pvg.models.padding import Rows, check_budget, counted, lengths_of
 from pvg.records import Int32
 
 # Under this name transformers finds the attention of packed rows.
@@ -97,9 +97,7 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
     )
 
 
-def distinct_prompts(
-    sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
-) -> tuple[NDArray[np.int64], list[Int32]]:
+def distinct_prompts(sequences: Sequence[Int32], prompt_lengths: NDArray[Any]) -> tuple[NDArray[np.int64], list[Int32]]:
     """The number of each row's prompt, and the distinct prompts in the order in which they first come."""
     numbers: dict[bytes, int] = {}
     prompts: list[Int32] = []
@@ -110,6 +108,47 @@ def distinct_prompts(
         if number == len(prompts):
             prompts.append(ids[:length])
     return prompt_of_N, prompts
+
+
+def shared_prompt_batches(
+    prompt_of_N: NDArray[np.int64],
+    prompt_lengths: NDArray[Any],
+    lengths: NDArray[np.int64],
+    budget: int,
+    max_rows: int | None = None,
+    *,
+    by_length: bool = True,
+) -> list[NDArray[np.int64]]:
+    """Row numbers in batches of at most `max_rows` rows, in which distinct prompts x the longest of them + rows x the
+    longest completion <= `budget`: what attention works on, padding included.
+
+    Rows that share a prompt stand beside each other, those with the longest row first; with `by_length=False` all keep
+    their order. The result depends on the prompts and the lengths alone. Each row is in exactly one batch.
+
+    Raises ConfigurationError when a single row is over the budget.
+    """
+    check_budget(lengths, budget)
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows must be at least 1, not {max_rows}")
+    order_N = np.arange(len(lengths))
+    if by_length and len(lengths):
+        longest_U = np.zeros(int(prompt_of_N.max()) + 1, dtype=np.int64)
+        np.maximum.at(longest_U, prompt_of_N, lengths)
+        order_N = np.lexsort((-lengths, prompt_of_N, -longest_U[prompt_of_N]))
+    batches: list[list[int]] = []
+    prompts: set[int] = set()
+    widest = longest = 0
+    for row in order_N.tolist():
+        prompt, start = int(prompt_of_N[row]), int(prompt_lengths[row])
+        widest, longest = max(widest, start), max(longest, int(lengths[row]) - start)
+        rows = len(batches[-1]) if batches else 0
+        positions = (len(prompts) + (prompt not in prompts)) * widest + (rows + 1) * longest
+        if not batches or positions > budget or rows == max_rows:
+            batches.append([])
+            prompts, widest, longest = set(), start, int(lengths[row]) - start
+        batches[-1].append(row)
+        prompts.add(prompt)
+    return [np.asarray(found, dtype=np.int64) for found in batches]
 
 
 def packed_hidden(module: nn.Module, packed: PackedRows) -> Tensor:
@@ -131,9 +170,12 @@ def _hidden(module: nn.Module, packed: PackedRows) -> Tensor:
     return cast(Tensor, output.last_hidden_state[0])
 
 
-def same_attention(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for a checkpointed layer's two forward passes: the second, in the backward pass, comes when the model's
-    attention is no longer that of packed rows."""
+def same_attention(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts for the two forward passes of a checkpointed layer of `module`: the second, in the backward pass, comes
+    when the model's attention is no longer that of packed rows."""
+    if not hasattr(module, "config"):  # a verifier, whose rows are never packed
+        return nullcontext(), nullcontext()
+    config = cast(Any, module).config.get_text_config()
     return nullcontext(), _attention(config, config._attn_implementation)
 
 
@@ -162,28 +204,34 @@ def _packed_attention(
     heads, tokens, size = query_1HTE.shape[1:]
     split = tokens - packed_rows.completion_tokens
     flat = [tensor[0].transpose(0, 1).flatten(1) for tensor in (query_1HTE, key_1KTE, value_1KTE)]
-    query_UPE, key_UPE, value_UPE = [prompts.spread(tensor_TE[:split]) for tensor_TE in flat]
-    mixed_UPE = _attend(query_UPE, key_UPE, value_UPE, None, heads, size, scaling)
+    of_prompts, of_completions = zip(
+        *(torch.split(tensor_TE, [split, tokens - split]) for tensor_TE in flat), strict=True
+    )
+    query_UPE, key_UPE, value_UPE = map(prompts.spread, of_prompts)
+    mixed_UPE = _attend(query_UPE, key_UPE, value_UPE, None, heads, scaling)
     mixed = [prompts.gather(mixed_UPE)]
     if completions.width:
-        query_NWE, key_NWE, value_NWE = [completions.spread(tensor_TE[split:]) for tensor_TE in flat]
+        query_NWE, key_NWE, value_NWE = map(completions.spread, of_completions)
         keys, values = [
-            torch.cat([of_prompts.index_select(0, packed_rows.prompt_of_N), own], dim=1)
-            for of_prompts, own in ((key_UPE, key_NWE), (value_UPE, value_NWE))
+            torch.cat([prompts_UPE.index_select(0, packed_rows.prompt_of_N), own_NWE], dim=1)
+            for prompts_UPE, own_NWE in ((key_UPE, key_NWE), (value_UPE, value_NWE))
         ]
-        mixed_NWE = _attend(query_NWE, keys, values, packed_rows.mask, heads, size, scaling)
+        mixed_NWE = _attend(query_NWE, keys, values, packed_rows.mask, heads, scaling)
         mixed.append(completions.gather(mixed_NWE))
-    return torch.cat(mixed).unflatten(1, (heads, size))[None], None
+    return torch.cat(mixed).view(1, tokens, heads, size), None
 
 
 def _attend(
-    query_BQE: Tensor, key_BKE: Tensor, value_BKE: Tensor, mask: Tensor | None, heads: int, size: int, scale: float | None
+    query_BQE: Tensor, key_BKE: Tensor, value_BKE: Tensor, mask: Tensor | None, heads: int, scaling: float | None
 ) -> Tensor:
     """Attention of rectangles, causal where there is no mask: [B, Q, E]."""
-    query, key, value = [tensor.unflatten(2, (-1, size)).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)]
+    size = query_BQE.shape[2] // heads
+    query, key, value = (
+        tensor.view(*tensor.shape[:2], -1, size).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)
+    )
     repeats = heads // key.shape[1]
     mixed_BHQE = scaled_dot_product_attention(
-        query, repeat_kv(key, repeats), repeat_kv(value, repeats), attn_mask=mask, is_causal=mask is None, scale=scale
+        query, repeat_kv(key, repeats), repeat_kv(value, repeats), attn_mask=mask, is_causal=mask is None, scale=scaling
     )
     return mixed_BHQE.transpose(1, 2).flatten(2)
 

@@ -54,7 +54,10 @@ def token_logprobs(
     kind = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     with torch.autocast(kind, enabled=False):
-        return cast(Tensor, _TokenLogprobs.apply(hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype))
+        found = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype
+        )
+        return cast(Tensor, found)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -71,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> Tensor:
         ctx.finish, ctx.chunk, ctx.dtype = finish, chunk, dtype
         logprobs, sums, kept = [], [], None
-        for hidden_CD, targets_C in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
+        for hidden_CD, targets_C in zip(torch.split(hidden_ND, chunk), torch.split(targets_N, chunk), strict=True):
             logits_CV = _logits(hidden_CD, weight_VD, bias_V, finish, dtype)
             sums.append(logits_CV.logsumexp(dim=1))
             logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - sums[-1])
@@ -89,7 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device) if wants_weight else None
         grad_V = torch.zeros(weight_VD.shape[0], dtype=torch.float32, device=weight_VD.device) if wants_bias else None
         parts = (hidden_ND, targets_N, sums_N, grad_N)
-        for hidden_CD, targets_C, sums_C, grad_C in zip(*(part.split(chunk) for part in parts), strict=True):
+        for hidden_CD, targets_C, sums_C, grad_C in zip(*(torch.split(part, chunk) for part in parts), strict=True):
             logits_CV = _logits(hidden_CD, weight_VD, bias_V, finish, dtype) if kept is None else kept
             slope_CV = (logits_CV - sums_C[:, None]).exp_().mul_(-grad_C[:, None])
             slope_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
@@ -112,8 +115,6 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: Finish, dtype: torch.dtype
-) -> Tensor:
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: Finish, dtype: torch.dtype) -> Tensor:
     bias = None if bias_V is None else bias_V.to(dtype)
     return finish(linear(hidden_CD.to(dtype), weight_VD.to(dtype), bias).float())
