@@ -171,6 +171,7 @@ class Training(Section):
     clip_high: Annotated[float, Field(gt=0.0)] | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
+    fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
     fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
     lora_rank: Annotated[int, Field(ge=0)] = (

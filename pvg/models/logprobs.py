@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pvg.errors import ConfigurationError
-from pvg.models.shared_prompts import pack_rows, packed_hidden
+from pvg.models.packing import pack_rows
+from pvg.models.shared_prompts import packed_hidden
 from pvg.models.token_logprobs import Finish, token_logprobs
 from pvg.records import Int32
 
@@ -76,6 +77,7 @@ def shared_prompt_logprobs(
     temperature: float = 1.0,
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
     fused: bool = True,
+    fused_layers: bool = True,
 ) -> Tensor:
     """The same as `completion_logprobs` of the padded rows, with every distinct prompt computed once.
 
@@ -84,7 +86,7 @@ def shared_prompt_logprobs(
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device)
-    hidden_TD = packed_hidden(module, packed)
+    hidden_TD = packed_hidden(module, packed, fused_layers)
     after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
     hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
     logprobs_M = _chunked_logprobs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, fused)

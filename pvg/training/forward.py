@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pvg import experiment
 from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, completion_logprobs, shared_prompt_logprobs
+from pvg.models.packing import distinct_prompts, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
-from pvg.models.shared_prompts import distinct_prompts, shared_prompt_batches
 from pvg.training.batch import PolicyBatch
 
 
@@ -31,6 +31,7 @@ class ForwardSettings:
     bucketing: bool = True
     shared_prompts: bool = True
     fused_logprobs: bool = True
+    fused_layers: bool = True
     precision: str = "float32"
 
     @classmethod
@@ -43,6 +44,7 @@ class ForwardSettings:
             section.bucketing,
             section.shared_prompts,
             section.fused_logprobs,
+            section.fused_layers,
             section.precision,
         )
 
@@ -78,6 +80,7 @@ def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSetti
             temperature=temperature,
             logits_chunk=logits_chunk,
             fused=fused,
+            fused_layers=settings.fused_layers,
         )
     device = next(module.parameters()).device
     ids_BL, lengths_B = pad_right(batch.sequences, settings.pad_id, device)

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.errors import ConfigurationError
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
+from pvg.models.packing import distinct_prompts, pack_rows, shared_prompt_batches
 from pvg.models.padding import Rows, pad_right
-from pvg.models.shared_prompts import check_packing, distinct_prompts, pack_rows, shared_prompt_batches
+from pvg.models.shared_prompts import check_packing
 from pvg.training.trainer import checkpoint_layers
 
 VOCABULARY = 37
