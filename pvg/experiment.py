@@ -174,9 +174,7 @@ class Training(Section):
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
     fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
-    lora_rank: Annotated[int, Field(ge=0)] = (
-        0  # 0: all weights are trained; else low-rank adapters of all linear layers
-    )
+    lora_rank: Annotated[int, Field(ge=0)] = 0  # 0: all weights are trained; else adapters of all linear layers
     lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
     spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half
     spo_prioritised: bool = False  # problems whose outcome is uncertain are drawn more often; false: all alike
