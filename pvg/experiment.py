@@ -163,6 +163,7 @@ class Training(Section):
     micro_batch_rollouts: Count | None = None
     accumulation_steps: Count | None = None  # None: as many as the token budget needs
     bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row
+    shared_prompts: bool = True  # each distinct prompt of a micro-batch is computed once; false: once per row
     learning_rate: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -175,10 +176,10 @@ class Training(Section):
     clip_high: Annotated[float, Field(gt=0.0)] | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
+    fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
+    fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
-    lora_rank: Annotated[int, Field(ge=0)] = (
-        0  # 0: all weights are trained; else low-rank adapters of all linear layers
-    )
+    lora_rank: Annotated[int, Field(ge=0)] = 0  # 0: all weights are trained; else adapters of all linear layers
     lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
     spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half
     spo_prioritised: bool = False  # problems whose outcome is uncertain are drawn more often; false: all alike

@@ -36,6 +36,7 @@ from pvg.game.states import Phase
 from pvg.game.verifier_phase import train_verifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.shared_prompts import check_packing
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -196,8 +197,8 @@ def check_prompts_fit(session: Session) -> None:
 
 def check_players_can_train(session: Session) -> None:
     """Raises ConfigurationError, before anything is sampled, for what only the third phase would find out: a verifier
-    that cannot carry its head or its template or is too short for a solution, a prover that cannot be checkpointed or
-    carry its adapters (without peft: MissingRequirementError)."""
+    that cannot carry its head or its template or is too short for a solution, a prover that cannot share prompts,
+    be checkpointed or carry its adapters (without peft: MissingRequirementError)."""
     players, experiment = session.players, session.experiment
     verifier = players.open_verifier()
     try:
@@ -208,6 +209,8 @@ def check_players_can_train(session: Session) -> None:
         _check_context(verifier, len(ids) + experiment.rollout.max_tokens, "models.verifier")
     finally:
         verifier.close()
+    if experiment.training.shared_prompts:
+        check_packing(players.base.module, experiment.training.fused_layers)
     if experiment.training.lora_rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:

@@ -9,13 +9,20 @@ a scale) is done here too; a model whose logits cannot be reproduced so is refus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pvg.errors import ConfigurationError
+from pvg.models.packing import pack_rows
+from pvg.models.shared_prompts import packed_hidden
+from pvg.models.token_logprobs import Finish, token_logprobs
+from pvg.records import Int32
 
 # 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or all of a micro-batch for a character tokenizer.
 DEFAULT_LOGITS_CHUNK = 4_194_304
@@ -34,12 +41,14 @@ def completion_logprobs(
     *,
     temperature: float = 1.0,
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    fused: bool = True,
 ) -> Tensor:
     """logprobs_BL float32, nats: [b, t] = log p(token t | tokens < t) if prompt_lengths[b] <= t < lengths[b], else 0.
 
     `module` is any transformers *ForCausalLM; `input_ids_BL` int64 is padded to the right (a causal model never looks
     there, so no mask is needed); p is the softmax of logits / temperature. Differentiable. At most `logits_chunk`
-    logits exist at a time.
+    logits exist at a time. `fused`: their gradient in closed form; otherwise by autograd, from chunks that are computed
+    twice.
 
     Raises ConfigurationError when one token's logits are more than `logits_chunk`, or when the model's logits are not
     reproduced by its decoder and head; ValueError for lengths that make no sense.
@@ -55,9 +64,34 @@ def completion_logprobs(
     hidden_ND = hidden_BLD[rows_N, columns_N - 1]
     targets_N = input_ids_BL[rows_N, columns_N]
 
-    logprobs_N = _chunked_logprobs(module, hidden_ND, targets_N, temperature, logits_chunk)
+    logprobs_N = _chunked_logprobs(module, hidden_ND, targets_N, temperature, logits_chunk, fused)
     empty_BL = torch.zeros(input_ids_BL.shape, dtype=torch.float32, device=input_ids_BL.device)
     return empty_BL.index_put((rows_N, columns_N), logprobs_N)
+
+
+def shared_prompt_logprobs(
+    module: nn.Module,
+    sequences: Sequence[Int32],
+    prompt_lengths: NDArray[Any],
+    *,
+    temperature: float = 1.0,
+    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    fused: bool = True,
+    fused_layers: bool = True,
+) -> Tensor:
+    """The same as `completion_logprobs` of the padded rows, with every distinct prompt computed once.
+
+    Also raises ConfigurationError for a model that cannot do it (pvg.models.shared_prompts).
+    """
+    check_logits(module)
+    device = next(module.parameters()).device
+    packed = pack_rows(sequences, prompt_lengths, device)
+    hidden_TD = packed_hidden(module, packed, fused_layers)
+    after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
+    hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
+    logprobs_M = _chunked_logprobs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, fused)
+    empty_BL = torch.zeros((len(sequences), int(packed.lengths_N.max())), dtype=torch.float32, device=device)
+    return empty_BL.index_put((packed.rows_M, packed.columns_M), logprobs_M)
 
 
 def check_logits(module: nn.Module) -> None:
@@ -105,15 +139,19 @@ def _check_lengths(input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Te
 
 
 def _chunked_logprobs(
-    module: nn.Module, hidden_ND: Tensor, targets_N: Tensor, temperature: float, logits_chunk: int
+    module: nn.Module, hidden_ND: Tensor, targets_N: Tensor, temperature: float, logits_chunk: int, fused: bool
 ) -> Tensor:
-    vocabulary = cast(Any, module).get_output_embeddings().weight.shape[0]
+    head = cast(Any, module).get_output_embeddings()
+    vocabulary = head.weight.shape[0]
     tokens = logits_chunk // vocabulary
     if tokens < 1:
         raise ConfigurationError(
             f"logits_chunk = {logits_chunk} is less than one token's {vocabulary} logits.",
             f"Set training.logits_chunk to {vocabulary} or more.",
         )
+    if fused:
+        finish = replace(_finish_of(module), temperature=temperature)
+        return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
 
     def of_chunk(hidden_CD: Tensor, targets_C: Tensor) -> Tensor:
         logits_CV = _logits(module, hidden_CD)
@@ -139,13 +177,19 @@ def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:
 
 def finish_logits(module: nn.Module, logits: Tensor) -> Tensor:
     """What some families do to each float32 logit after the head, elementwise (all of these are off in most models)."""
-    settings = cast(Any, module).config.get_text_config()
+    finish = _finish_of(module)
+    if finish.factor != 1.0:
+        logits = logits * finish.factor
+    return logits if finish.cap is None else torch.tanh(logits / finish.cap) * finish.cap
+
+
+def _finish_of(module: nn.Module) -> Finish:
+    settings, factor = cast(Any, module).config.get_text_config(), 1.0
     if scale := getattr(settings, "logit_scale", None):  # Cohere
-        logits = logits * scale
+        factor *= scale
     if divisor := getattr(settings, "logits_scaling", None):  # Granite
-        logits = logits / divisor
+        factor /= divisor
     if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
-        logits = logits * multiplier
-    if cap := getattr(settings, "final_logit_softcapping", None):  # Gemma 2 and later
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+        factor *= multiplier
+    cap = getattr(settings, "final_logit_softcapping", None)  # Gemma 2 and later
+    return Finish(factor, cap or None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -10,7 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from pvg.errors import ConfigurationError
-from pvg.records import Int32
+from pvg.records import Float32, Int32
+
+
+def lengths_of(rows: Sequence[Int32] | Sequence[Float32]) -> NDArray[np.int64]:
+    return np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+
+
+def counted(lengths_S: NDArray[np.int64], starts_S: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ... of each length, one behind the other."""
+    ends_S = np.cumsum(lengths_S)
+    return np.arange(int(lengths_S.sum())) + np.repeat(starts_S - ends_S + lengths_S, lengths_S)
 
 
 def pad_right(rows: Sequence[Int32], pad_id: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -20,7 +32,7 @@ def pad_right(rows: Sequence[Int32], pad_id: int, device: torch.device | str = "
     """
     if not rows:
         raise ValueError("pad_right needs at least one row")
-    lengths_B = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    lengths_B = lengths_of(rows)
     ids_BL = np.full((len(rows), int(lengths_B.max())), pad_id, dtype=np.int64)
     ids_BL[np.arange(ids_BL.shape[1]) < lengths_B[:, None]] = np.concatenate(rows)
     return torch.from_numpy(ids_BL).to(device), torch.from_numpy(lengths_B).to(device)
@@ -45,13 +57,7 @@ def token_budget_batches(
     if not lengths_N.size:
         return []
     order_N = np.argsort(-lengths_N, kind="stable") if by_length else np.arange(len(lengths_N))
-    longest = int(lengths_N.max())
-    if longest > budget:
-        row = int(lengths_N.argmax())
-        raise ConfigurationError(
-            f"A sequence of {longest} tokens (row {row}) is over the token budget of {budget} per batch.",
-            "Raise the budget (micro_batch_tokens, score_tokens) or shorten the completions (rollout.max_tokens).",
-        )
+    longest = check_budget(lengths_N, budget)
     batches = []
     start = 0
     while start < len(order_N):
@@ -62,3 +68,68 @@ def token_budget_batches(
         batches.append(order_N[start : start + rows])
         start += rows
     return batches
+
+
+def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
+    """The longest of the rows' lengths. Raises ConfigurationError when it is over the budget."""
+    longest = int(lengths_N.max(initial=0))
+    if longest > budget:
+        row = int(lengths_N.argmax())
+        raise ConfigurationError(
+            f"A sequence of {longest} tokens (row {row}) is over the token budget of {budget} per batch.",
+            "Raise the budget (micro_batch_tokens, score_tokens) or shorten the completions (rollout.max_tokens).",
+        )
+    return longest
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """R rows of T tokens that lie one behind the other, and how they stand in a rectangle of W, the longest row.
+
+    `slots_T` is where in the rectangle [R * W] each token stands, `tokens_S` which token stands in each slot (in the
+    padding any); both are None where all rows are of length W: then the two are the same memory.
+    """
+
+    width: int
+    ends_R: Tensor
+    slots_T: Tensor | None
+    tokens_S: Tensor | None
+
+    @classmethod
+    def of(cls, lengths: ArrayLike, device: torch.device | str = "cpu") -> Rows:
+        lengths_R = np.asarray(lengths, dtype=np.int64)
+        width = int(lengths_R.max(initial=0))
+        ends_R = np.cumsum(lengths_R)
+        ends = torch.from_numpy(ends_R).to(device)
+        if (lengths_R == width).all():
+            return cls(width, ends, None, None)
+        real_RW = np.arange(width) < lengths_R[:, None]
+        slots_T = np.flatnonzero(real_RW)
+        tokens_S = np.where(real_RW, np.arange(width) + (ends_R - lengths_R)[:, None], 0).reshape(-1)
+        return cls(width, ends, torch.from_numpy(slots_T).to(device), torch.from_numpy(tokens_S).to(device))
+
+    def spread(self, flat_TE: Tensor) -> Tensor:
+        """[T, E] -> [R, W, E]. The padding holds some token's values, and gives no gradient back."""
+        if self.slots_T is not None:
+            flat_TE = cast(Tensor, _Spread.apply(flat_TE, self.slots_T, self.tokens_S))  # type: ignore[no-untyped-call]
+        return flat_TE.reshape(-1, self.width, flat_TE.shape[1])
+
+    def gather(self, spread_RWE: Tensor) -> Tensor:
+        """[R, W, E] -> [T, E]: the inverse, without the padding."""
+        if self.slots_T is None:
+            return spread_RWE.flatten(0, 1)
+        return spread_RWE.flatten(0, 1).index_select(0, self.slots_T)
+
+
+class _Spread(torch.autograd.Function):
+    """index_select, whose gradient would add up what the padding repeats; ours reads the tokens' own slots alone."""
+
+    @staticmethod
+    def forward(ctx: Any, flat_TE: Tensor, slots_T: Tensor, tokens_S: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_T)
+        return flat_TE.index_select(0, tokens_S)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SE: Tensor) -> tuple[Tensor, None, None]:
+        (slots_T,) = ctx.saved_tensors
+        return grad_SE.index_select(0, slots_T), None, None

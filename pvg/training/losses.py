@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from pvg import experiment
 from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.models.logprobs import completion_logprobs
-from pvg.models.padding import pad_right, token_budget_batches
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
+from pvg.training.forward import ForwardSettings, batch_logprobs, forward_batches
 from pvg.training.kl import k3, kl_penalty
 from pvg.training.recompute import recompute_logprobs
 
@@ -154,9 +153,8 @@ class PolicyObjective:
         self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
         self._beta = section.kl if self._loss.penalised else 0.0
         self._section = section
-        self._temperature = rollout.temperature
         self._max_tokens = rollout.max_tokens
-        self._pad_id = pad_id
+        self._forward = ForwardSettings.of(section, rollout.temperature, pad_id)
 
     @property
     def needs_reference(self) -> bool:
@@ -165,16 +163,7 @@ class PolicyObjective:
 
     def recompute(self, module: nn.Module, batch: PolicyBatch) -> list[Float32]:
         """Log-probs of the batch's completions under `module`, computed as this objective computes its own."""
-        return recompute_logprobs(
-            module,
-            batch,
-            temperature=self._temperature,
-            token_budget=self._section.micro_batch_tokens,
-            pad_id=self._pad_id,
-            logits_chunk=self._section.logits_chunk,
-            precision=self._section.precision,
-            bucketing=self._section.bucketing,
-        )
+        return recompute_logprobs(module, batch, self._forward)
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
         """Fill the row weights from the whole batch (a batch that has them keeps them).
@@ -205,24 +194,14 @@ class PolicyObjective:
         if section.accumulation_steps is not None and rows.size:
             share = max(1, len(rows) // section.accumulation_steps)
             most = share if most is None else min(most, share)
-        lengths = batch.lengths_N[rows]
-        parts = token_budget_batches(lengths, section.micro_batch_tokens, most, by_length=section.bucketing)
-        return [batch.select(rows[part]) for part in parts]
+        return [batch.select(part) for part in forward_batches(batch, rows, self._forward, most)]
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""
         batch = micro_batch
         assert batch.row_weights_N is not None, "prepare the batch before computing its loss"
         device = next(module.parameters()).device
-        ids_BL, lengths_B = pad_right(batch.sequences, self._pad_id, device)
-        logprobs_BL = completion_logprobs(
-            module,
-            ids_BL,
-            lengths_B,
-            _tensor(batch.prompt_lengths.astype(np.int64), device),
-            temperature=self._temperature,
-            logits_chunk=self._section.logits_chunk,
-        )
+        logprobs_BL = batch_logprobs(module, batch, self._forward)
         mask_BL = _tensor(batch.completion_mask(), device)
         log_ratios_BL = logprobs_BL - _tensor(batch.on_positions(batch.sampled_logprobs), device)
         advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
@@ -237,7 +216,9 @@ class PolicyObjective:
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
         loss = (weights_B1 * cost_BL * mask_BL).sum()
         metrics = _metrics(loss, logprobs_BL, log_ratios_BL, reference_BL, mask_BL, terms)
-        metrics.add_mean("padding", ids_BL.numel() - int(batch.lengths_N.sum()), ids_BL.numel())
+        tokens = int(batch.lengths_N.sum())
+        positions = tokens if self._forward.shared_prompts else mask_BL.numel()  # prompts once, and no padding
+        metrics.add_mean("padding", positions - tokens, positions)
         return loss, metrics
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.models.shared_prompts import same_attention
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import span, submit_in
 from pvg.training.batch import BatchSource
@@ -136,15 +137,17 @@ class Trainer(Generic[BatchT]):
         return report
 
     def _accumulate(self, micro_batches: list[BatchT]) -> dict[str, float]:
-        metrics = Metrics()
-        for number, micro_batch in enumerate(micro_batches):
+        metrics, losses = Metrics(), []
+        for micro_batch in micro_batches:
             with autocast(self._precision, self._device):
                 loss, found = self._objective(self.module, micro_batch)
-            value = loss.item()
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            metrics.merge(found)
+        # All of them at once: no weight has changed yet, and each look would have waited for the device.
+        for number, value in enumerate(torch.stack(losses).tolist() if losses else []):
             if not math.isfinite(value):
                 raise self._diverged(f"the loss of micro-batch {number} is {value}")
-            loss.backward()  # type: ignore[no-untyped-call]
-            metrics.merge(found)
         return metrics.result()
 
     def _update(self) -> dict[str, float]:
@@ -229,5 +232,7 @@ def checkpoint_layers(module: nn.Module) -> None:
                 "Set the model's dropout to 0, or training.gradient_checkpointing = false.",
             )
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(
+            checkpoint, use_reentrant=False, context_fn=partial(same_attention, module)
+        )
         layer.training = True

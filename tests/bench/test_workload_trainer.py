@@ -47,7 +47,7 @@ def test_every_sample_computes_the_same_and_no_weight_moves() -> None:
         assert workload.derived()["padding"] == pytest.approx(1 - lengths_N.mean() / lengths_N.max())
 
     for samples in (1, 4):
-        use("trainer", FEW, look, samples=samples)
+        use("trainer", [*FEW, "training.shared_prompts=false"], look, samples=samples)
     assert seen[0] == seen[1]
     assert seen[0][0]["grad_norm"] > 0.0
     assert seen[0][0]["learning_rate"] == 0.0
@@ -57,7 +57,13 @@ def test_ways_of_doing_it_do_the_same_work() -> None:
     ways = [
         [],
         ["training.bucketing=false", "training.micro_batch_tokens=256", "rollout.logprobs=recomputed"],
-        ["training.micro_batch_tokens=128", "training.logits_chunk=512", "workload.reference=stored"],
+        ["training.fused_logprobs=false", "training.micro_batch_tokens=128", "training.logits_chunk=512"],
+        [
+            "training.shared_prompts=false",
+            "training.micro_batch_tokens=128",
+            "training.logits_chunk=512",
+            "workload.reference=stored",
+        ],
     ]
 
     def look(workload: Any, measured: list[dict[str, float]]) -> Any:
@@ -160,3 +166,21 @@ def test_drawn_rewards_leave_no_group_without_a_signal(run: RunDirectory) -> Non
     batch = policy_batch(rollouts, drawn_rewards(rollouts, seed=0), "dapo")
     assert zero_signal_groups(drawn_rewards(rollouts, seed=0), batch.group_ids_N, batch.role_ids_N) == 0.0
     assert (batch.advantages_N != 0).all()
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_alone_are_trained_where_the_experiment_says_so() -> None:
+    pytest.importorskip("peft")
+
+    def look(workload: Any, measured: list[dict[str, float]]) -> None:
+        trained = [n for n, weight in workload._trainer.module.named_parameters() if weight.requires_grad]
+        assert trained
+        assert all("lora_" in name for name in trained)
+        assert workload.work()["lora_rank"] == 2
+        (metrics,) = metrics_of(workload)
+        assert metrics["grad_norm"] > 0.0
+        assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # untrained adapters change nothing
+
+    use("trainer", [*FEW, "training.lora_rank=2"], look)

@@ -77,7 +77,9 @@ def test_the_reward_rises(loss):
     )
     model = transformers.LlamaForCausalLM(config).eval()
     source = OnPolicy(model, loss)
-    objective = PolicyObjective(Training(loss=loss, kl=0.0), Rollouts(max_tokens=LENGTH), pad_id=0)
+    objective = PolicyObjective(
+        Training(loss=loss, kl=0.0, shared_prompts=False), Rollouts(max_tokens=LENGTH), pad_id=0
+    )
 
     async def train():
         with ThreadPoolExecutor(1) as executor:

@@ -21,7 +21,7 @@ NAMES = tuple(LOSSES)
 
 
 def objective(loss, *, kl=0.0, max_tokens=4, temperature=1.0, **others):
-    section = Training(loss=loss, kl=kl, **others)
+    section = Training(loss=loss, kl=kl, shared_prompts=False, **others)  # a table has no attention
     return PolicyObjective(section, Rollouts(max_tokens=max_tokens, temperature=temperature), pad_id=0)
 
 

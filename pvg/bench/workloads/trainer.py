@@ -14,7 +14,9 @@ the work cannot do without: 6 N T + 6 H C + 12 l d S for forward and backward, a
 forward, with N parameters of the layers, T tokens that are no padding, H parameters of the head, which only the C
 completion tokens need, l layers, d = heads x head size, and S the sum over the sequences of their squared lengths
 (PaLM, arXiv 2204.02311, appendix B, which counts the head for all tokens). What is computed a second time (recomputed
-log-probs, gradient checkpointing) and padding count as time, not as work.
+log-probs, gradient checkpointing) and padding count as time, not as work. So that both ways do the same work, a prompt
+counts for each of its rollouts also where it is computed once (training.shared_prompts), and so do all weights where
+adapters alone are trained (training.lora_rank).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from pvg.bench.workloads.replay import recorded_batches, rewards_of
 from pvg.errors import ConfigurationError
 from pvg.experiment import Count, Experiment, Section, build_experiment
 from pvg.game.players import Players
+from pvg.game.prover_phase import open_learner
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
 from pvg.tasks import open_task
@@ -126,7 +129,7 @@ class TrainerWorkload:
             stack.push_async_callback(self._players.close)
             await self._players.ready()
             self._batches = await self._sampled() if self._replay is None else self._recorded()
-            learner = self._players.base.copy()
+            learner = open_learner(self._players, round_=0)
             stack.callback(learner.close)
             await self._open_trainer(learner)
             section, device = self._experiment.training, self._players.device.type
@@ -162,7 +165,7 @@ class TrainerWorkload:
             for number, batch in enumerate(self._batches):
                 stored = await players.compute(partial(objective.recompute, players.base.module, batch))
                 self._batches[number] = replace(batch, reference_logprobs=stored)
-        learner.module.requires_grad_(True)
+        learner.require_gradients()
         self._trainer = Trainer(
             learner.module,
             objective,
@@ -209,6 +212,8 @@ class TrainerWorkload:
             "prompts": digest_of(ids[:length] for ids, length in rows),
             "seed": self._own.seed,
         }
+        if rank := self._experiment.training.lora_rank:
+            found["lora_rank"] = rank
         return found | ({} if self._replay is None else {"replay": self._replay.name, "batches": self._places})
 
     async def sample(self, index: int) -> dict[str, float]:

@@ -1,0 +1,111 @@
+"""The layers of Llama-like decoders on packed rows, with the norms and the rotary embedding in few passes.
+
+On small models these elementwise steps take longer than the matrix products: transformers writes the rotary embedding
+as six passes over the queries and as many over the keys, autograd doubles them. Here each is one function with a
+gradient in closed form. The linear layers and the MLP are the model's own modules (with adapters, where it has them).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+from pvg.models.packed_attention import packed_attention
+from pvg.models.packing import PackedRows
+
+# Exactly these: a subclass may do something else.
+DECODERS = (LlamaModel, Qwen2Model)
+
+
+def knows(decoder: nn.Module) -> bool:
+    """Whether `fused_hidden` computes what this decoder does."""
+    return type(decoder) in DECODERS
+
+
+def fused_hidden(decoder: nn.Module, packed: PackedRows) -> Tensor:
+    """The last hidden states [T, D] of one of DECODERS. Differentiable; its layers are checkpointed where
+    pvg.training.trainer.checkpoint_layers said so."""
+    model = cast(Any, decoder)
+    hidden_TD = model.embed_tokens(packed.ids_1T)[0]
+    cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
+    for layer in model.layers:
+        arguments = (layer, hidden_TD, cos_1TE[0], sin_1TE[0], packed)
+        if layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
+            hidden_TD = checkpoint(_layer, *arguments, use_reentrant=False)
+        else:
+            hidden_TD = _layer(*arguments)
+    return _norm(model.norm, hidden_TD)
+
+
+def _layer(layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, packed: PackedRows) -> Tensor:
+    attention = layer.self_attn
+    normal_TD = _norm(layer.input_layernorm, hidden_TD)
+    query_TE, key_TE = (
+        cast(Tensor, _Rotate.apply(projection(normal_TD), cos_TE, sin_TE))  # type: ignore[no-untyped-call]
+        for projection in (attention.q_proj, attention.k_proj)
+    )
+    heads = query_TE.shape[1] // attention.head_dim
+    mixed_TE = packed_attention(query_TE, key_TE, attention.v_proj(normal_TD), packed, heads, attention.scaling)
+    hidden_TD = hidden_TD + attention.o_proj(mixed_TE)
+    return cast(Tensor, hidden_TD + layer.mlp(_norm(layer.post_attention_layernorm, hidden_TD)))
+
+
+def _norm(norm: Any, hidden_TD: Tensor) -> Tensor:
+    found = _RmsNorm.apply(hidden_TD, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
+    return cast(Tensor, found)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w n, n = x r, r = (mean x^2 + epsilon)^(-1/2); so dx = r (w dy - n mean(w dy n)), dw = sum of dy n."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        wide_TD = x_TD.float()
+        length_T1 = torch.linalg.vector_norm(wide_TD, dim=1, keepdim=True)
+        rate_T1 = length_T1.square_().div_(x_TD.shape[1]).add_(epsilon).rsqrt_()
+        normal_TD = (wide_TD * rate_T1).to(x_TD.dtype)
+        ctx.save_for_backward(normal_TD, rate_T1, weight_D)
+        return torch.mul(normal_TD, weight_D)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        normal_TD, rate_T1, weight_D = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        product_TD = grad_TD * normal_TD
+        grad_x = None
+        if wants_x:
+            means_T1 = (product_TD @ weight_D)[:, None] / normal_TD.shape[1]
+            grad_x = (grad_TD * weight_D).addcmul_(normal_TD, means_T1, value=-1.0).mul_(rate_T1)
+        return grad_x, product_TD.sum(0) if wants_weight else None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotary embedding of each head of [T, E]: dimension s of a head's first half and of its second one are turned
+    as a plane. The gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, cos_TS: Tensor, sin_TS: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TS, sin_TS)
+        ctx.dtype = x_TE.dtype
+        return _rotated(x_TE, cos_TS, sin_TS, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:
+        cos_TS, sin_TS = ctx.saved_tensors
+        return _rotated(grad_TE, cos_TS, sin_TS, -1.0).to(ctx.dtype), None, None
+
+
+def _rotated(x_TE: Tensor, cos_TS: Tensor, sin_TS: Tensor, sign: float) -> Tensor:
+    size = cos_TS.shape[1]
+    half = size // 2
+    x_THS = x_TE.reshape(len(x_TE), -1, size)
+    cos_T1S, sin_T1S = cos_TS[:, None], sin_TS[:, None]
+    turned_THS = x_THS * cos_T1S
+    turned_THS[..., :half].addcmul_(x_THS[..., half:], sin_T1S[..., :half], value=-sign)
+    turned_THS[..., half:].addcmul_(x_THS[..., :half], sin_T1S[..., half:], value=sign)
+    return turned_THS.flatten(1)

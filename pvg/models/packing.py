@@ -1,0 +1,142 @@
+"""Rows that share prompts as one long row without padding: first the distinct prompts, then what follows them.
+
+numpy decides what goes where; nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pvg.models.padding import Rows, check_budget, counted, lengths_of
+from pvg.records import Int32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """N rows with U distinct prompts as one row of T tokens: the prompts, then each row's completion but for its last
+    token, which predicts nothing.
+
+    `prompts` and `completions` say where the rows of either part begin and end; `prompt_of_N` is each row's prompt.
+    `mask` is True where a completion token may look: [1 or N, 1, W, P + W], of the padded widths of both parts.
+
+    The M completion tokens, each row's first ones before all others: `rows_M` and `columns_M` are their places in the
+    padded rows, `targets_M` their ids. A row's first token is predicted by its prompt's last one, `lasts_R`, the others
+    by the T's own completion tokens, in their order.
+    """
+
+    ids_1T: Tensor
+    positions_1T: Tensor
+    prompts: Rows
+    completions: Rows
+    prompt_of_N: Tensor
+    mask: Tensor
+    completion_tokens: int
+    lengths_N: NDArray[np.int64]
+    lasts_R: Tensor
+    rows_M: Tensor
+    columns_M: Tensor
+    targets_M: Tensor
+
+
+def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str) -> PackedRows:
+    """Rows of prompt + completion. Prompts are the same when their tokens are, whichever group they belong to."""
+    lengths_N, starts_N = lengths_of(sequences), np.asarray(prompt_lengths, dtype=np.int64)
+    prompt_of_N, prompts = distinct_prompts(sequences, starts_N)
+    completions = [row[start:-1] for row, start in zip(sequences, starts_N, strict=True)]
+    prompts_U = lengths_of(prompts)
+    inner_N = np.maximum(lengths_N - starts_N - 1, 0)  # completion tokens that predict another one
+    begun_R = np.flatnonzero(lengths_N > starts_N)
+    rows_M = np.concatenate([begun_R, np.repeat(np.arange(len(sequences)), inner_N)])
+    columns_M = np.concatenate([starts_N[begun_R], counted(inner_N, starts_N + 1)])
+    before_N = np.cumsum(lengths_N) - lengths_N
+    parts = {
+        "ids_1T": np.concatenate([*prompts, *completions])[None],
+        "positions_1T": counted(np.concatenate([prompts_U, inner_N]), np.append(0 * prompts_U, starts_N))[None],
+        "prompt_of_N": prompt_of_N,
+        "lasts_R": (np.cumsum(prompts_U) - 1)[prompt_of_N[begun_R]],
+        "rows_M": rows_M,
+        "columns_M": columns_M,
+        "targets_M": np.concatenate(sequences)[before_N[rows_M] + columns_M],
+    }
+    return PackedRows(
+        prompts=Rows.of(prompts_U, device),
+        completions=Rows.of(inner_N, device),
+        mask=_mask(prompts_U, prompt_of_N, int(inner_N.max())).to(device),
+        completion_tokens=int(inner_N.sum()),
+        lengths_N=lengths_N,
+        **{name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in parts.items()},
+    )
+
+
+def distinct_prompts(sequences: Sequence[Int32], prompt_lengths: NDArray[Any]) -> tuple[NDArray[np.int64], list[Int32]]:
+    """The number of each row's prompt, and the distinct prompts in the order in which they first come."""
+    numbers: dict[bytes, int] = {}
+    prompts: list[Int32] = []
+    prompt_of_N = np.empty(len(sequences), dtype=np.int64)
+    for row, (ids, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        key = ids[:length].tobytes()
+        number = prompt_of_N[row] = numbers.setdefault(key, len(prompts))
+        if number == len(prompts):
+            prompts.append(ids[:length])
+    return prompt_of_N, prompts
+
+
+def shared_prompt_batches(
+    prompt_of_N: NDArray[np.int64],
+    prompt_lengths: NDArray[Any],
+    lengths: NDArray[np.int64],
+    budget: int,
+    max_rows: int | None = None,
+    *,
+    by_length: bool = True,
+) -> list[NDArray[np.int64]]:
+    """Row numbers in batches of at most `max_rows` rows, in which distinct prompts x the longest of them + rows x the
+    longest completion <= `budget`: what attention works on, padding included.
+
+    Rows that share a prompt stand beside each other, those with the longest row first; with `by_length=False` all keep
+    their order. The result depends on the prompts and the lengths alone. Each row is in exactly one batch.
+
+    Raises ConfigurationError when a single row is over the budget.
+    """
+    check_budget(lengths, budget)
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows must be at least 1, not {max_rows}")
+    order_N = np.arange(len(lengths))
+    if by_length and len(lengths):
+        longest_U = np.zeros(int(prompt_of_N.max()) + 1, dtype=np.int64)
+        np.maximum.at(longest_U, prompt_of_N, lengths)
+        order_N = np.lexsort((-lengths, prompt_of_N, -longest_U[prompt_of_N]))
+    batches: list[list[int]] = []
+    prompts: set[int] = set()
+    widest = longest = 0
+    for row in order_N.tolist():
+        prompt, start = int(prompt_of_N[row]), int(prompt_lengths[row])
+        widest, longest = max(widest, start), max(longest, int(lengths[row]) - start)
+        rows = len(batches[-1]) if batches else 0
+        positions = (len(prompts) + (prompt not in prompts)) * widest + (rows + 1) * longest
+        if not batches or positions > budget or rows == max_rows:
+            batches.append([])
+            prompts, widest, longest = set(), start, int(lengths[row]) - start
+        batches[-1].append(row)
+        prompts.add(prompt)
+    return [np.asarray(found, dtype=np.int64) for found in batches]
+
+
+def _mask(prompt_lengths_U: NDArray[np.int64], prompt_of_N: NDArray[np.int64], width: int) -> Tensor:
+    """See PackedRows. The completions' padding stands on the right, where nobody looks."""
+    longest = int(prompt_lengths_U.max())
+    own_WW = np.tri(width, dtype=np.bool_)
+    lengths = prompt_lengths_U[prompt_of_N] if (prompt_lengths_U != longest).any() else prompt_lengths_U[:1]
+    prompt_BP = np.arange(longest) < lengths[:, None]
+    shape = (len(lengths), width)
+    mask_BWK = np.concatenate(
+        [np.broadcast_to(prompt_BP[:, None], (*shape, longest)), np.broadcast_to(own_WW, (*shape, width))], axis=2
+    )
+    return torch.from_numpy(mask_BWK[:, None])

@@ -1,0 +1,90 @@
+"""A policy's log-probs of a batch's completions: which rows go through the model together, and how.
+
+The loss and the passes without a gradient (reference, recomputed) compute alike, so that equal weights give equal
+numbers: ratios of 1, a KL of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pvg import experiment
+from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, completion_logprobs, shared_prompt_logprobs
+from pvg.models.packing import distinct_prompts, shared_prompt_batches
+from pvg.models.padding import pad_right, token_budget_batches
+from pvg.training.batch import PolicyBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSettings:
+    """`token_budget` is the most positions of a forward pass, padding included; the rest as in experiment.Training."""
+
+    temperature: float
+    token_budget: int
+    pad_id: int
+    logits_chunk: int = DEFAULT_LOGITS_CHUNK
+    bucketing: bool = True
+    shared_prompts: bool = True
+    fused_logprobs: bool = True
+    fused_layers: bool = True
+    precision: str = "float32"
+
+    @classmethod
+    def of(cls, section: experiment.Training, temperature: float, pad_id: int) -> ForwardSettings:
+        return cls(
+            temperature,
+            section.micro_batch_tokens,
+            pad_id,
+            section.logits_chunk,
+            section.bucketing,
+            section.shared_prompts,
+            section.fused_logprobs,
+            section.fused_layers,
+            section.precision,
+        )
+
+
+def forward_batches(
+    batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None = None
+) -> list[NDArray[np.int64]]:
+    """`rows` of the batch in parts that fit into one forward pass each, of at most `max_rows` rows.
+
+    Raises ConfigurationError when a single row is over the token budget.
+    """
+    lengths_N = batch.lengths_N[rows]
+    if settings.shared_prompts:
+        prompt_lengths_N = batch.prompt_lengths[rows]
+        prompt_of_N, _ = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
+        parts = shared_prompt_batches(
+            prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget, max_rows, by_length=settings.bucketing
+        )
+    else:
+        parts = token_budget_batches(lengths_N, settings.token_budget, max_rows, by_length=settings.bucketing)
+    return [rows[part] for part in parts]
+
+
+def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
+    """logprobs_BL float32, nats, of all rows in one forward pass: on the positions of completion tokens, 0 elsewhere.
+    Differentiable; under the caller's autocast."""
+    temperature, logits_chunk, fused = settings.temperature, settings.logits_chunk, settings.fused_logprobs
+    if settings.shared_prompts:
+        return shared_prompt_logprobs(
+            module,
+            batch.sequences,
+            batch.prompt_lengths,
+            temperature=temperature,
+            logits_chunk=logits_chunk,
+            fused=fused,
+            fused_layers=settings.fused_layers,
+        )
+    device = next(module.parameters()).device
+    ids_BL, lengths_B = pad_right(batch.sequences, settings.pad_id, device)
+    prompt_lengths_B = torch.from_numpy(batch.prompt_lengths.astype(np.int64)).to(device)
+    return completion_logprobs(
+        module, ids_BL, lengths_B, prompt_lengths_B, temperature=temperature, logits_chunk=logits_chunk, fused=fused
+    )

@@ -1,0 +1,137 @@
+"""The layers of Llama-like decoders on packed rows, against transformers' own on padded ones."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from pvg.models.adapters import attach_adapters
+from pvg.models.fused_layers import fused_hidden, knows
+from pvg.models.language_model import LanguageModel
+from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
+from pvg.models.packing import pack_rows
+from pvg.models.padding import pad_right
+from pvg.models.shared_prompts import packed_hidden
+from pvg.training.trainer import checkpoint_layers
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+
+
+def build(kind="llama"):
+    torch.manual_seed(0)
+    model: torch.nn.Module
+    if kind == "qwen2":  # biases before the rotation
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, num_key_value_heads=2))
+    elif kind == "scaled":  # a rotary embedding that is no pure rotation
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=YARN))
+    elif kind == "biased":
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, attention_bias=True, mlp_bias=True)
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms of 1 and biases of 0 would hide a mistake
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    return model.eval()
+
+
+def rows():
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(1, 37, length) for length in (4, 6)]
+    picks = [(0, 5), (0, 2), (1, 7), (0, 9), (1, 1)]
+    made = [np.concatenate([prompts[p], generator.integers(1, 37, c)]).astype(np.int32) for p, c in picks]
+    return made, np.array([len(prompts[p]) for p, _ in picks], dtype=np.int32)
+
+
+def gradients(model, logprobs_BL):
+    model.zero_grad()
+    weights_BL = torch.linspace(-1.0, 2.0, logprobs_BL.numel()).reshape(logprobs_BL.shape)
+    (weights_BL * logprobs_BL).sum().backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def padded(model):
+    sequences, prompt_lengths = rows()
+    ids_BL, lengths_B = pad_right(sequences, 0)
+    return completion_logprobs(model, ids_BL, lengths_B, torch.from_numpy(prompt_lengths.astype(np.int64)))
+
+
+def assert_same(model):
+    found, expected = shared_prompt_logprobs(model, *rows()), padded(model)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+    found_gradients, expected_gradients = gradients(model, found), gradients(model, expected)
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
+def test_values_and_all_gradients_are_transformers_own(kind):
+    model = build(kind)
+    assert knows(model.model)
+    assert_same(model)
+
+
+def test_adapters_are_trained_alone_and_alike():
+    pytest.importorskip("peft")
+    with LanguageModel(build("qwen2"), None, "tiny") as base, attach_adapters(base, 2, 4.0, seed=0) as learner:
+        with torch.no_grad():
+            for name, weight in learner.module.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1)
+        assert_same(learner.module)
+        assert all("lora" in n for n in gradients(learner.module, shared_prompt_logprobs(learner.module, *rows())))
+
+
+def test_checkpointed_layers_are_computed_twice_to_the_same_bits():
+    expected = gradients(plain := build(), shared_prompt_logprobs(plain, *rows()))
+    model, calls = build(), []
+    checkpoint_layers(model)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    logprobs_BL = shared_prompt_logprobs(model, *rows())
+    before = len(calls)
+    found = gradients(model, logprobs_BL)
+    assert len(calls) == before + 1
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_in_bfloat16_the_norms_are_computed_in_float32():
+    model = build().to(torch.bfloat16)
+    packed = pack_rows(*rows(), "cpu")
+    with torch.no_grad():
+        fused_TD = fused_hidden(model.model, packed)
+        plain_TD = packed_hidden(model, packed, fused_layers=False)
+    assert fused_TD.dtype == torch.bfloat16
+    torch.testing.assert_close(fused_TD, plain_TD, rtol=0.05, atol=0.05)
+
+
+def test_under_autocast_the_gradients_are_near_those_of_float32():
+    model = build()
+    expected = gradients(model, padded(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs_BL = shared_prompt_logprobs(model, *rows())
+    for name, gradient in gradients(model, logprobs_BL).items():
+        assert gradient.dtype == torch.float32
+        assert float((gradient - expected[name]).norm()) < 0.05 * float(expected[name].norm()), name
+
+
+def test_other_decoders_keep_their_own_layers():
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, head_dim=4, num_key_value_heads=2)
+    ).eval()  # norms inside attention
+    assert not knows(model.model)
+    assert_same(model)

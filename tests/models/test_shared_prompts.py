@@ -1,0 +1,237 @@
+"""Rows whose prompts are computed once, against the same rows in a padded batch."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from pvg.errors import ConfigurationError
+from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
+from pvg.models.packing import distinct_prompts, pack_rows, shared_prompt_batches
+from pvg.models.padding import Rows, pad_right
+from pvg.models.shared_prompts import check_packing
+from pvg.training.trainer import checkpoint_layers
+
+VOCABULARY = 37
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def build(family="llama", **others):
+    torch.manual_seed(0)
+    kinds = {
+        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+        "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config),
+        "granite": (transformers.GraniteForCausalLM, transformers.GraniteConfig),
+    }
+    model_class, config_class = kinds[family]
+    return model_class(config_class(**(SIZES | others))).eval()
+
+
+def rows_of(groups, seed=0):
+    """Rows from (prompt length, completion lengths) of each group."""
+    generator = np.random.default_rng(seed)
+
+    def draw(count):
+        return generator.integers(1, VOCABULARY, count).astype(np.int32)
+
+    rows, lengths = [], []
+    for prompt_length, completions in groups:
+        prompt = draw(prompt_length)
+        rows += [np.concatenate([prompt, draw(count)]) for count in completions]
+        lengths += [prompt_length] * len(completions)
+    return rows, np.array(lengths, dtype=np.int32)
+
+
+def both_ways(model, rows, prompt_lengths, **how):
+    ids_BL, lengths_B = pad_right(rows, 0)
+    starts_B = torch.from_numpy(prompt_lengths.astype(np.int64))
+    return (
+        shared_prompt_logprobs(model, rows, prompt_lengths, **how),
+        completion_logprobs(model, ids_BL, lengths_B, starts_B, **how),
+    )
+
+
+def gradients(model, logprobs_BL):
+    model.zero_grad()
+    weights_BL = torch.linspace(-1.0, 2.0, logprobs_BL.numel()).reshape(logprobs_BL.shape)
+    (weights_BL * logprobs_BL).sum().backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def assert_same(model, rows, prompt_lengths, **how):
+    found, expected = both_ways(model, rows, prompt_lengths, **how)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    found_gradients, expected_gradients = gradients(model, found), gradients(model, expected)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+MIXED = [(4, [5, 1, 9]), (7, [3, 3]), (2, [8, 0, 2]), (4, [6])]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "granite"])
+def test_values_and_all_gradients_are_those_of_the_padded_rows(family):
+    assert_same(build(family), *rows_of(MIXED), temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(5, [6, 6]), (5, [6, 6])],  # nothing is of another length: no row is moved
+        [(5, [4, 6]), (5, [1, 2])],  # one mask for all
+        [(3, [1, 1])],  # no completion token predicts another
+        [(1, [3])],
+    ],
+)
+def test_shapes_that_take_shorter_ways(groups):
+    assert_same(build(), *rows_of(groups))
+
+
+def test_a_prompt_is_the_same_where_its_tokens_are_whatever_the_group():
+    rows, prompt_lengths = rows_of([(4, [2, 3]), (4, [2])])
+    rows[2] = np.concatenate([rows[0][:4], rows[2][4:]])
+    longer = np.append(rows[0][:4], rows[0][4:])  # the same tokens, of which five are the prompt
+    prompt_of_N, prompts = distinct_prompts([*rows, longer], np.append(prompt_lengths, 5))
+    assert prompt_of_N.tolist() == [0, 0, 0, 1]
+    assert [len(prompt) for prompt in prompts] == [4, 5]
+    packed = pack_rows(rows, prompt_lengths, "cpu")
+    assert packed.ids_1T.shape == (1, 4 + 1 + 2 + 1)
+    assert packed.positions_1T[0].tolist() == [0, 1, 2, 3, 4, 4, 5, 4]
+    assert_same(build(), rows, prompt_lengths)
+
+
+def test_without_gradients_the_values_are_the_same_bits():
+    model, rows = build(), rows_of(MIXED)
+    with torch.no_grad():
+        found = shared_prompt_logprobs(model, *rows)
+    assert not found.requires_grad
+    assert torch.equal(found, shared_prompt_logprobs(model, *rows))
+
+
+def test_the_prompt_costs_once_what_it_cost_for_each_row():
+    model = build()
+    rows, prompt_lengths = rows_of([(12, [5] * 8)])
+    both_ways(model, rows, prompt_lengths)  # the checks are made once
+    with FlopCounterMode(display=False) as shared:
+        shared_prompt_logprobs(model, rows, prompt_lengths)
+    with FlopCounterMode(display=False) as both:
+        both_ways(model, rows, prompt_lengths)
+    # Positions: 12 + 8 x 4 instead of 8 x 17.
+    assert shared.get_total_flops() < 0.45 * (both.get_total_flops() - shared.get_total_flops())
+
+
+def test_autocast_computes_packed_rows_in_bfloat16():
+    model, rows = build(), rows_of(MIXED)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = both_ways(model, *rows)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+
+
+def test_checkpointed_layers_give_the_same_gradients():
+    rows = rows_of(MIXED)
+    plain = build()
+    expected = gradients(plain, shared_prompt_logprobs(plain, *rows))
+    model = build()
+    checkpoint_layers(model)
+    for name, gradient in gradients(model, shared_prompt_logprobs(model, *rows)).items():
+        assert torch.equal(gradient, expected[name])
+    assert model.config._attn_implementation == "sdpa"
+
+
+# --- models that cannot ----------------------------------------------------------------------------------------------
+
+
+def test_models_whose_tokens_meet_outside_of_attention_are_refused():
+    class Mixing(transformers.LlamaForCausalLM):
+        def get_decoder(self):
+            def decoder(*args, **kwargs):
+                output = self.model(*args, **kwargs)
+                output.last_hidden_state = output.last_hidden_state.cumsum(1)
+                return output
+
+            return decoder
+
+    torch.manual_seed(0)
+    model = Mixing(transformers.LlamaConfig(**SIZES)).eval()
+    for _ in range(2):  # refused every time, not only the first
+        with pytest.raises(ConfigurationError, match=r"Mixing cannot compute rows.*shared_prompts = false"):
+            check_packing(model)
+
+
+def test_models_with_another_attention_are_refused():
+    model = build()
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ConfigurationError, match=r"attention of its own.*shared_prompts = false"):
+        shared_prompt_logprobs(model, *rows_of(MIXED))
+
+
+def test_rows_longer_than_a_sliding_window_are_refused():
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**SIZES, sliding_window=12)
+    model = transformers.MistralForCausalLM(config).eval()
+    assert_same(model, *rows_of([(4, [5, 8])]))
+    with pytest.raises(ConfigurationError, match="13 tokens is longer than MistralForCausalLM's sliding_window of 12"):
+        shared_prompt_logprobs(model, *rows_of([(4, [5, 9])]))
+
+
+# --- batches, rectangles ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(0, 20)), max_size=40),
+    st.integers(29, 120),
+    st.none() | st.integers(1, 9),
+    st.booleans(),
+)
+def test_batches_keep_their_limits(drawn, budget, max_rows, by_length):
+    sizes = {prompt: length for prompt, length, _ in drawn}  # a prompt has one length
+    numbers = {prompt: number for number, prompt in enumerate(sizes)}
+    prompt_of_N = np.array([numbers[prompt] for prompt, _, _ in drawn], dtype=np.int64)
+    starts = np.array([sizes[prompt] for prompt, _, _ in drawn], dtype=np.int64)
+    lengths = starts + np.array([completion for *_, completion in drawn], dtype=np.int64)
+    batches = shared_prompt_batches(prompt_of_N, starts, lengths, budget, max_rows, by_length=by_length)
+    flat = np.concatenate(batches).tolist() if batches else []
+    assert sorted(flat) == list(range(len(drawn)))
+    assert by_length or flat == sorted(flat)
+    for rows in batches:
+        assert 1 <= len(rows) <= (max_rows or budget)
+        prompts = len(set(prompt_of_N[rows].tolist()))
+        assert prompts * starts[rows].max() + len(rows) * (lengths - starts)[rows].max() <= budget
+
+
+def test_rows_that_share_a_prompt_stay_together():
+    prompt_of_N, starts = np.array([0, 1, 0, 1]), np.array([4, 4, 4, 4])
+    batches = shared_prompt_batches(prompt_of_N, starts, np.array([6, 9, 7, 5]), 14)
+    assert [rows.tolist() for rows in batches] == [[1, 3], [2, 0]]
+    with pytest.raises(ConfigurationError, match=r"9 tokens \(row 1\) is over the token budget of 8"):
+        shared_prompt_batches(prompt_of_N, starts, np.array([6, 9, 7, 5]), 8)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any))
+def test_rectangles_hold_the_rows_and_give_their_gradients_back(lengths):
+    flat_TE = torch.arange(sum(lengths) * 2.0, dtype=torch.float64).reshape(-1, 2).requires_grad_()
+    rows = Rows.of(lengths)
+    spread_RWE = rows.spread(flat_TE)
+    assert spread_RWE.shape == (len(lengths), max(lengths), 2)
+    for row, part in zip(spread_RWE, flat_TE.split(lengths), strict=True):
+        assert torch.equal(row[: len(part)], part)
+    assert torch.equal(rows.gather(spread_RWE), flat_TE)
+    assert torch.autograd.gradcheck(lambda flat: rows.gather(rows.spread(flat).square()), [flat_TE])

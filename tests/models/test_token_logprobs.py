@@ -1,0 +1,61 @@
+"""The closed-form gradient of log-probs against finite differences and against autograd's."""
+
+import pytest
+import torch
+
+from pvg.models.token_logprobs import Finish, token_logprobs
+
+FINISHES = [Finish(), Finish(temperature=0.7), Finish(factor=0.3, temperature=2.0), Finish(2.0, 1.5, 0.7)]
+
+
+def given(kind=torch.float32):
+    torch.manual_seed(0)
+    hidden_ND = torch.randn(7, 4, dtype=kind, requires_grad=True)
+    weight_VD = torch.randn(11, 4, dtype=kind, requires_grad=True)
+    bias_V = torch.randn(11, dtype=kind, requires_grad=True)
+    return hidden_ND, weight_VD, bias_V, torch.randint(0, 11, (7,))
+
+
+def by_autograd(hidden_ND, weight_VD, bias_V, targets_N, finish):
+    logits_NV = (hidden_ND @ weight_VD.T + bias_V) * finish.factor
+    if finish.cap is not None:
+        logits_NV = torch.tanh(logits_NV / finish.cap) * finish.cap
+    return torch.log_softmax(logits_NV / finish.temperature, dim=1).gather(1, targets_N[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("finish", FINISHES)
+def test_values_and_gradients_are_those_of_autograd(finish, chunk):
+    inputs = given()
+    weights_N = torch.linspace(-1.0, 2.0, 7)
+    expected = by_autograd(*inputs, finish)
+    found = token_logprobs(*inputs, finish, chunk)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad((weights_N * expected).sum(), inputs[:3])
+    for _ in range(2):  # what is kept for the backward pass is not written into
+        torch.testing.assert_close(
+            torch.autograd.grad((weights_N * found).sum(), inputs[:3], retain_graph=True), wanted
+        )
+
+
+def test_only_what_is_trained_gets_a_gradient():
+    hidden_ND, weight_VD, bias_V, targets_N = given()
+    weight_VD.requires_grad_(False)
+    token_logprobs(hidden_ND, weight_VD, None, targets_N, Finish(), 3).sum().backward()
+    assert hidden_ND.grad is not None
+    assert weight_VD.grad is None
+    with torch.no_grad():
+        assert not token_logprobs(hidden_ND, weight_VD, bias_V, targets_N, Finish(), 3).requires_grad
+
+
+def test_under_autocast_only_the_products_are_bfloat16():
+    inputs = given()
+    expected = by_autograd(*inputs, Finish())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = token_logprobs(*inputs, Finish(), 3)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
+    assert not torch.equal(found, expected)
+    gradients = torch.autograd.grad(found.sum(), inputs[:3])
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), inputs[:3]), rtol=0.05, atol=0.1)
