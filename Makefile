@@ -92,9 +92,10 @@ $(PEERS_STAMP): benchmarks/peers/constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
 	@touch $(PEERS_STAMP)
 
-bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (5 minutes; nothing else should run)
+bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (6 minutes; nothing else should run)
 	$(BIN)/python benchmarks/peers/compare.py grpo --out $(REPORTS)/peers-grpo.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s training.kl=0 --out $(REPORTS)/peers-grpo-no-kl.json
+	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.torch_compile=true --out $(REPORTS)/peers-grpo-compiled.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json
 	$(BIN)/python benchmarks/peers/compare.py verifier --out $(REPORTS)/peers-verifier.json
 	$(BIN)/python docs/make_benchmarks.py

@@ -54,7 +54,8 @@ def figure(samples: Samples) -> str:
 def work_of(report: BenchReport) -> str:
     """What both sides did, in words."""
     work = report.work
-    model = f"a Llama of {work['parameters'] / 1e6:.2f}M parameters"
+    compiled = ", TRL's model compiled" if report.config["peer"]["settings"].get("torch_compile") else ""
+    model = f"a Llama of {work['parameters'] / 1e6:.2f}M parameters{compiled}"
     if report.config["row"] == "verifier":
         tokens = number(report.variants[0].derived["solution_tokens"])
         return (

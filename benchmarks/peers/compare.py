@@ -192,21 +192,11 @@ def compare(row: Row, *, command: str, peer: Path = PEER) -> tuple[BenchReport, 
     two sides' work differs."""
     if not peer.exists():
         raise MissingRequirementError("TRL's environment is not there.", "make peers")
-    with tempfile.TemporaryDirectory(prefix="pvg-peers-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="pvg-peers-") as scratch:
+        folder = Path(scratch)
         experiment, shared = prepare(row, folder)
         found = sides(row, folder, shared, peer)
-        trials = [
-            Trial(
-                lambda side=side: side,
-                warmup=row.warmup,
-                repeats=row.repeats,
-                label=f"trainer={name}",
-                overrides={"trainer": name},
-                on_sample=_say,
-            )
-            for name, side in found.items()
-        ]
+        trials = [_trial(row, name, side) for name, side in found.items()]
         created = datetime.now(UTC).isoformat(timespec="seconds")
         on_loop("asyncio", run_trials(trials))
     variants, works = zip(*(trial.result() for trial in trials), strict=True)
@@ -246,6 +236,17 @@ def compare(row: Row, *, command: str, peer: Path = PEER) -> tuple[BenchReport, 
         variants=variants,
     )
     return report, failed.exit_code if failed else 0
+
+
+def _trial(row: Row, name: str, side: Side) -> Trial:
+    return Trial(
+        lambda: side,
+        warmup=row.warmup,
+        repeats=row.repeats,
+        label=f"trainer={name}",
+        overrides={"trainer": name},
+        on_sample=_say,
+    )
 
 
 def _check_alike(row: Row, derived: Sequence[Mapping[str, float]]) -> None:
