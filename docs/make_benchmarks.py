@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from peer_tables import NAME as PEERS
+from peer_tables import peer_lines
 from reference_figures import reference_lines
 
 from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
@@ -226,6 +228,9 @@ def in_order(reports: Sequence[BenchReport]) -> list[str]:
 
 def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool) -> Iterator[str]:
     chosen = sorted((report for report in reports if report.name == name), key=lambda report: KINDS[report.kind])
+    if name == PEERS:
+        yield from peer_lines(chosen, machine_of if with_machine else None)
+        return
     about = str(chosen[0].config["profile"]["about"])
     yield f"## {name}"
     yield ""

@@ -19,7 +19,7 @@ from pvg.bench.report import Environment
 GIB = 1024**3
 CPUINFO = Path("/proc/cpuinfo")
 # What a measured figure depends on; a report that was just written does not make the code dirty.
-CODE = ("pvg", "cli", "profiles", "experiments", "pyproject.toml")
+CODE = ("pvg", "cli", "profiles", "experiments", "benchmarks", "pyproject.toml")
 
 
 def read_environment(event_loop: str) -> Environment:

@@ -1,0 +1,148 @@
+"""pvg's side of a GRPO step: sample, grade, credit, reference, train, publish, as the game's prover phase does it.
+
+    .venv/bin/python benchmarks/peers/pvg_grpo.py FOLDER      # started by compare.py
+
+Only the verifier is left out, for the other side has none: the reward is the grade. A step begins with the choice of
+its problems and ends when the engine has the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from protocol import Orders
+from work import read_work, reward
+
+from pvg.bench.variants import on_loop
+from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.on_policy import OnPolicySource
+from pvg.game.players import Players
+from pvg.game.prover_phase import open_learner, policy_of
+from pvg.game.roles import prompt_renderer
+from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import Task, open_task
+from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.spans import Tracer
+from pvg.training.batch import MinibatchSource, PolicyBatch
+from pvg.training.losses import PolicyObjective
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import Trainer
+from pvg.verifier.scorer import ScorerStats
+
+
+class Trivial:
+    """The task's problems, graded by the reward that both sides pay."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def problems(self, split: Split) -> Iterable[Problem]:
+        return self._task.problems(split)
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        return Grade(correct=bool(reward(completion)), well_formed=True)
+
+
+class Unscored:
+    """There is no verifier in this comparison."""
+
+    version = "none"
+    stats = ScorerStats(hits=0, misses=0, evictions=0, shared=0, forward_passes=0, queue_s=0.0, service_s=0.0)
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+        return np.zeros(len(rollouts), dtype=np.float32)
+
+
+class Watched:
+    """A source that tells how long its newest batch took, and how long the completions are."""
+
+    def __init__(self, source: OnPolicySource) -> None:
+        self._source = source
+        self.rollout_s = self.completion_tokens = 0.0
+
+    async def next_batch(self) -> PolicyBatch:
+        began = time.perf_counter()
+        batch = await self._source.next_batch()
+        self.rollout_s = time.perf_counter() - began
+        self.completion_tokens = statistics.fmean(batch.completion_lengths_N.tolist())
+        return batch
+
+
+async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
+    training, tracer = experiment.training, Tracer()
+    async with AsyncExitStack() as stack:
+        session = await _open_session(experiment, folder, tracer, stack)
+        players = session.players
+        learner = stack.enter_context(open_learner(players, round_=0))
+        learner.require_gradients()
+        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
+        scorer: Any = Unscored()
+        source = Watched(OnPolicySource(session, scorer, 0.0, objective, learner))
+        trainer = Trainer(
+            learner.module,
+            objective,
+            OptimizerSettings(
+                learning_rate=training.learning_rate,
+                weight_decay=training.weight_decay,
+                beta1=training.beta1,
+                beta2=training.beta2,
+                gradient_clip=training.gradient_clip,
+            ),
+            MinibatchSource(source, training.minibatches),
+            executor=players.executor,
+            precision=training.precision,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
+        prompt_ids = session.render(session.problems("prover")[0], Role.HELPFUL)
+        facts = {"parameters": learner.num_parameters, "threads": torch.get_num_threads()}
+        orders.answer(facts | {"prompt_tokens": len(prompt_ids)})
+        with tracer.drive():
+            while orders.wait():
+                began = time.perf_counter()
+                report = await trainer.step()
+                assert report is not None, "the source never ends"
+                tensors, adapter = await policy_of(session, learner)
+                await players.publish(tensors, report.step + 1, adapter)
+                step_s = time.perf_counter() - began
+                tracer.close_step()
+                tracer.take_spans()  # not kept: nothing may grow from step to step
+                orders.answer(
+                    {
+                        "step_s": step_s,
+                        "rollout_s": source.rollout_s,
+                        "train_s": step_s - source.rollout_s,
+                        "completion_tokens": source.completion_tokens,
+                    }
+                )
+
+
+async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, stack: AsyncExitStack) -> BenchSession:
+    task = Trivial(open_task(experiment.task))
+    ledger = ScratchLedger(RunDirectory.create(folder, "pvg", experiment), experiment, "bench")
+    stack.callback(ledger.close)
+    players = Players(experiment, task, ledger.log)
+    stack.push_async_callback(players.close)
+    await players.ready()
+    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+    return BenchSession(experiment, task, ledger, players, render, SilentObserver(), asyncio.Event(), tracer)
+
+
+def main(folder: Path) -> None:
+    orders = Orders()
+    experiment = build_experiment(read_work(folder)["experiment"])
+    on_loop(experiment.telemetry.event_loop, serve(orders, experiment, folder))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

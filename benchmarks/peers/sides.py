@@ -1,0 +1,108 @@
+"""One side of a comparison: a worker in a process of its own, as a benchmark workload that can take turns with another.
+
+Each side runs in the environment that it wants, with the same number of threads, and does nothing while the other is
+measured: it waits for its next order (protocol.py). The worker takes the times itself, so that sending orders costs
+nobody anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from protocol import SAMPLE, STOP
+
+from pvg.bench.workload import Measure
+from pvg.errors import EXIT_ENVIRONMENT, PvgError
+from pvg.telemetry.spans import span
+
+LOG_LINES = 5  # of what a worker said before it died
+CLOSE_S = 30.0  # that a worker has to end by itself
+
+
+class WorkerFailedError(PvgError):
+    """A worker that ended before it was told to. Ends with what it said last."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class Side:
+    """See the module. `command` is the worker's, `log` where its stderr goes, `shared` the work of both sides."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        measures: Mapping[str, Measure],
+        shared: Mapping[str, Any],
+    ) -> None:
+        self.measures = measures
+        self.facts: dict[str, Any] = {}  # what the worker told when it was ready
+        self._name, self._command, self._environment = name, command, environment
+        self._log, self._shared = log, shared
+        self._told: dict[str, list[float]] = {}  # what it tells with a sample besides the measures
+
+    async def open(self) -> None:
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=dict(self._environment),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+            )
+        try:
+            self.facts = await self._answer()
+        except PvgError:
+            await self.close()
+            raise
+
+    def work(self) -> Mapping[str, Any]:
+        return self._shared
+
+    async def sample(self, index: int) -> Mapping[str, float]:
+        with span("worker"):
+            await self._send(SAMPLE)
+            answer = await self._answer()
+        for name in answer.keys() - self.measures.keys():
+            self._told.setdefault(name, []).append(answer[name])
+        return {name: answer[name] for name in self.measures}
+
+    def derived(self) -> Mapping[str, float]:
+        """The worker's counts, and medians over all samples of what it tells besides the measures."""
+        counts = {name: float(value) for name, value in self.facts.items() if isinstance(value, int | float)}
+        return counts | {name: median(values) for name, values in sorted(self._told.items())}
+
+    async def close(self) -> None:
+        if self._process.returncode is None:
+            await self._send(STOP)
+            try:
+                await asyncio.wait_for(self._process.wait(), CLOSE_S)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+    async def _send(self, order: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(order.encode() + b"\n")
+            await self._process.stdin.drain()
+        except ConnectionError:
+            pass  # it is gone: what it said last is told by whoever waits for its answer
+
+    async def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            code = await self._process.wait()
+            said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
+            raise WorkerFailedError(f"The worker of {self._name} ended with code {code}: {' / '.join(said)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

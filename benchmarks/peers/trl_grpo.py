@@ -1,0 +1,105 @@
+"""TRL's side of a GRPO step: GRPOTrainer in its own environment, one optimizer step at a time.
+
+    .venv-peers/bin/python benchmarks/peers/trl_grpo.py FOLDER      # started by compare.py
+
+A step is all of its training loop between the ends of two steps: data loader, generation, rewards, the reference's
+log-probs, loss, backward, optimizer.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from protocol import Orders
+from trl_environment import arguments, told
+from work import model_folder, read_work, reward
+
+# First, so that nothing the imports below print is taken for an answer.
+ORDERS = Orders()
+
+from datasets import Dataset  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+
+class TimedTrainer(GRPOTrainer):
+    """Tells how long the part before the loss took."""
+
+    rollout_s = 0.0
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        began = time.perf_counter()
+        found = super()._generate_and_score_completions(inputs)
+        self.rollout_s = time.perf_counter() - began
+        return found
+
+
+class InTurn(TrainerCallback):
+    """Holds the training loop at the end of each step until the next one is asked for."""
+
+    trainer: TimedTrainer
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        gc.collect()
+        gc.freeze()  # as pvg does once its models are open
+        return self._wait(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        step_s = time.perf_counter() - self._began
+        trainer = self.trainer
+        ORDERS.answer(
+            {
+                "step_s": step_s,
+                "rollout_s": trainer.rollout_s,
+                "train_s": step_s - trainer.rollout_s,
+                "completion_tokens": trainer._metrics["train"]["completions/mean_length"][-1],
+            }
+        )
+        return self._wait(control)
+
+    def _wait(self, control: Any) -> Any:
+        control.should_training_stop = not ORDERS.wait()
+        self._began = time.perf_counter()
+        return control
+
+
+def main(folder: Path) -> None:
+    work = read_work(folder)
+    torch.set_num_threads(work["threads"])
+    settings = {
+        **arguments(folder),
+        "per_device_train_batch_size": work["groups"] * work["group_size"],
+        "num_generations": work["group_size"],
+        "max_completion_length": work["max_tokens"],
+        "temperature": work["temperature"],
+        "beta": work["kl"],
+        "learning_rate": work["learning_rate"],
+        "max_grad_norm": work["gradient_clip"],
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+        **work["trl"],
+    }
+    turns = InTurn()
+    trainer = TimedTrainer(
+        model=str(model_folder(folder)),
+        reward_funcs=lambda completions, **_: [reward(text) for text in completions],
+        args=GRPOConfig(**settings),
+        train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
+        callbacks=[turns],
+    )
+    turns.trainer = trainer
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    prompt_ids = trainer.processing_class(work["prompts"][0])["input_ids"]
+    ORDERS.answer(told(parameters, settings) | {"prompt_tokens": len(prompt_ids)})
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,264 @@
+"""The comparison with another trainer: our side of it, the turns that the sides take, and what the page says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_reports import higher, lower, made_report, variant
+
+from pvg.bench.runner import Trial, run_trials
+from pvg.bench.workload import Measure
+from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.experiment import ModchainTask
+from pvg.tasks.modchain import Modchain, chain_problem
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "peers"
+sys.path[:0] = [str(PEERS), str(ROOT / "docs")]
+
+import compare  # noqa: E402
+import pvg_grpo  # noqa: E402
+import pvg_verifier  # noqa: E402
+import work  # noqa: E402
+from peer_tables import peer_lines  # noqa: E402
+from sides import Side, WorkerFailedError  # noqa: E402
+
+SMALL = {
+    "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "work.prompts=8"],
+    "verifier": ["work.problems=4", "work.solutions=4", "verifier.pairs=8"],
+}
+
+
+# --- the work --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(lambda terms: len(set(terms)) > 2), st.integers())
+def test_solutions_are_different_of_one_length_and_as_right_as_they_say(terms: list[int], seed: int) -> None:
+    problem = chain_problem(terms, 10)
+    task = Modchain(ModchainTask())
+    found = work.solutions(problem.question, 10, 8, random.Random(seed))
+    assert [correct for _, correct in found] == [True, False] * 4
+    assert len({text for text, _ in found}) == 8
+    assert len({len(text) for text, _ in found}) == 1
+    for text, correct in found:
+        grade = task.grade(problem, text)
+        assert (grade.correct, grade.well_formed) == (correct, True), text
+
+
+def test_a_chain_with_too_few_solutions_is_refused() -> None:
+    with pytest.raises(ValueError, match="no 8 different solutions"):
+        work.solutions("3+3+3?", 10, 8, random.Random(0))
+
+
+def test_pairs_are_all_of_a_right_and_a_wrong_solution() -> None:
+    problem = {"question": "1+2?", "solutions": [["a", True], ["b", False], ["c", True], ["d", False]]}
+    assert [(pair["prompt"], pair["chosen"] + pair["rejected"]) for pair in work.pairs_of(problem)] == [
+        ("1+2?", "ab"), ("1+2?", "ad"), ("1+2?", "cb"), ("1+2?", "cd"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    work.make_model(tmp_path, stops=stops)
+    model = AutoModelForCausalLM.from_pretrained(work.model_folder(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(work.model_folder(tmp_path))
+    assert model.num_parameters() == work.PARAMETERS
+    assert (tokenizer.eos_token_id < model.config.vocab_size) == stops
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.decode(tokenizer("H7+5?")["input_ids"]) == "H7+5?"
+
+
+def test_settings_find_their_place() -> None:
+    row = compare.read_row("grpo", ["training.kl=0", "work.stops=true", "trl.cache_implementation=static", "repeats=3"])
+    assert (row.experiment.training.kl, row.work["stops"], row.repeats) == (0, True, 3)
+    assert row.trl["cache_implementation"] == "static"
+    assert row.threads == row.experiment.models.threads > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "setting", "error"),
+    [
+        ("ppo", "warmup=1", UsageError),
+        ("grpo", "work.stop=true", ConfigurationError),
+        ("grpo", "training.klx=1", ConfigurationError),
+        ("grpo", "training.minibatches=2", ConfigurationError),
+    ],
+)
+def test_wrong_settings_are_refused(row: str, setting: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        compare.read_row(row, [setting])
+
+
+def test_pairs_must_fill_their_batches(tmp_path: Path) -> None:
+    row = compare.read_row("verifier", ["work.problems=3"])
+    with pytest.raises(ConfigurationError, match="48 pairs are no whole number of batches of 128"):
+        compare.prepare(row, tmp_path)
+
+
+# --- our side --------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """Orders that were given beforehand."""
+
+    def __init__(self, samples: int) -> None:
+        self.left = samples
+        self.answers: list[Mapping[str, Any]] = []
+
+    def wait(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def answer(self, facts: Mapping[str, Any]) -> None:
+        self.answers.append(json.loads(json.dumps(facts)))
+
+
+def prepared(name: str, folder: Path, *more: str) -> Any:
+    row = compare.read_row(name, [*SMALL[name], "models.threads=1", *more])
+    experiment, _ = compare.prepare(row, folder)
+    return experiment
+
+
+@pytest.mark.parametrize("kl", [0.04, 0.0])
+def test_a_step_of_ours_is_a_whole_one(kl: float, tmp_path: Path) -> None:
+    experiment, orders = prepared("grpo", tmp_path, f"training.kl={kl}", "training.learning_rate=1e-2"), Asked(2)
+    asyncio.run(pvg_grpo.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
+    facts, *steps = orders.answers
+    assert facts == {"parameters": work.PARAMETERS, "threads": 1, "prompt_tokens": 11}
+    assert len(steps) == 2
+    for step in steps:
+        assert step.keys() == {*compare.MEASURES["grpo"], "completion_tokens"}
+        assert step["completion_tokens"] == 5
+        assert step["rollout_s"] + step["train_s"] == pytest.approx(step["step_s"])
+
+
+def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(tmp_path: Path) -> None:
+    experiment, orders = prepared("verifier", tmp_path), Asked(2)
+    with pvg_verifier.compute_executor(1) as executor:
+        side = pvg_verifier.Side(experiment, tmp_path, executor)
+        start = side.verifier.version()
+        asyncio.run(pvg_verifier.serve(orders, side))  # type: ignore[arg-type]
+        assert side.verifier.version() != start
+        side.verifier.close()
+    facts, *samples = orders.answers
+    assert facts["solution_tokens"] == 45.0
+    assert facts["parameters"] == work.PARAMETERS + work.WIDTH + 1  # the head
+    for sample in samples:
+        assert sample["pairs"] == 16  # 4 problems, 2 x 2 pairs each
+        assert sample["solutions_forwarded"] <= 32
+        assert sample["pairs_per_s_in_all"] < sample["pairs_per_s"]
+
+
+# --- taking turns ----------------------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+sys.path.insert(0, {peers!r})
+from protocol import Orders
+orders = Orders()
+print("a library greets")
+orders.answer({{"threads": 1, "versions": {{"python": "3"}}}})
+taken = 0
+while orders.wait():
+    taken += 1
+    if taken == {dies}:
+        sys.exit("out of luck")
+    orders.answer({{"step_s": float(taken), "tokens": 10.0 * taken}})
+"""
+
+
+def worker(folder: Path, name: str, dies: int = 0) -> Side:
+    script = folder / f"{name}.py"
+    script.write_text(WORKER.format(peers=str(PEERS), dies=dies))
+    return Side(
+        name, [sys.executable, str(script)], environment={}, log=folder / f"{name}.log",
+        measures={"step_s": Measure("s", "lower")}, shared={"rollouts": 256},
+    )  # fmt: skip
+
+
+def test_sides_take_turns_and_what_they_print_is_no_answer(tmp_path: Path) -> None:
+    taken: list[str] = []
+    found = [worker(tmp_path, "theirs"), worker(tmp_path, "ours")]
+    trials = [
+        Trial(lambda side=side: side, warmup=1, repeats=3, label=f"{number}", on_sample=lambda s: taken.append(s.label))
+        for number, side in enumerate(found)
+    ]
+    asyncio.run(run_trials(trials))
+    assert taken == ["0", "1", "1", "0", "0", "1", "1", "0"]
+    for trial in trials:
+        result, shared = trial.result()
+        assert shared == {"rollouts": 256}
+        assert result.samples["step_s"].values == (2.0, 3.0, 4.0)
+        assert (result.derived["threads"], result.derived["tokens"]) == (1.0, 25.0)
+    assert "a library greets" in (tmp_path / "ours.log").read_text()
+    assert all(side._process.returncode == 0 for side in found)
+
+
+def test_a_worker_that_dies_fails_its_side_with_its_last_words(tmp_path: Path) -> None:
+    trial = Trial(lambda: worker(tmp_path, "theirs", dies=2), warmup=0, repeats=3)
+    asyncio.run(run_trials([trial]))
+    assert isinstance(trial.error, WorkerFailedError)
+    assert "The worker of theirs ended with code 1" in str(trial.error)
+    assert "out of luck" in str(trial.error)
+
+
+def test_without_the_peer_it_says_how_to_get_it(tmp_path: Path) -> None:
+    row = compare.read_row("grpo", SMALL["grpo"])
+    with pytest.raises(MissingRequirementError, match="make peers"):
+        compare.compare(row, command="", peer=tmp_path / "python")
+
+
+def test_sides_of_other_work_have_no_ratio() -> None:
+    fixed, drawn = compare.read_row("grpo", []), compare.read_row("grpo", ["work.stops=true"])
+    compare._check_alike(drawn, [{"completion_tokens": 32.0}, {"completion_tokens": 33.0}])
+    for row, ours in ((fixed, 33.0), (drawn, 36.0)):
+        with pytest.raises(compare.OtherWorkError, match="completion_tokens"):
+            compare._check_alike(row, [{"completion_tokens": 32.0}, {"completion_tokens": ours}])
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+PEER = {"name": "TRL", "versions": {"trl": "1.16.0"}, "settings": {"bf16": False}}
+
+
+def config(row: str, headline: str) -> dict[str, Any]:
+    profile = {"profile": "peers", "name": "peers", "about": "pvg beside TRL", "headline": headline, "ladder": []}
+    return {"profile": profile, "experiment": {}, "interleave": True, "row": row, "peer": PEER}
+
+
+def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
+    grpo = made_report(
+        *[variant({"rollout_s": lower([s / 2] * 5), "step_s": lower([s] * 5)}, f"trainer={name}",
+                  {"completion_tokens": 48.0}) for name, s in (("TRL", 1.2), ("pvg", 0.6))],
+        profile="peers", name="peers", config=config("grpo", "step_s"), command="python compare.py grpo",
+        work={"parameters": 860_032, "groups": 32, "group_size": 8, "max_tokens": 48, "kl": 0.04, "stops": False},
+    )  # fmt: skip
+    verifier = made_report(
+        *[variant({"pairs_per_s": higher([rate] * 5, "pairs/s")}, f"trainer={name}",
+                  {"solution_tokens": 45.0, "solutions_forwarded": 4096.0 / rate * 100})
+          for name, rate in (("TRL", 100.0), ("pvg", 400.0))],
+        profile="peers", name="peers", config=config("verifier", "pairs_per_s"), command="python compare.py verifier",
+        work={"parameters": 860_032, "pairs_formed": 2048, "solutions": 1024, "pairs": 128},
+    )  # fmt: skip
+    lines = list(peer_lines([grpo, verifier]))
+    text = "\n".join(lines)
+    step, rollout, pairs = [line for line in lines if line.startswith("| ") and "`" in line]
+    assert "one GRPO step: 256 rollouts (32 prompts x 8) of 48 tokens, KL to a reference, a Llama of 0.86M" in step
+    assert "| 1.2 s | 0.6 s | 2.00x" in step
+    assert rollout.startswith("|  | `rollout_s` | 0.6 s | 0.3 s | 2.00x")
+    assert "2,048 pairs of 1,024 solutions of 45 tokens, batches of 128 pairs" in pairs
+    assert "| 100 pairs/s | 400 pairs/s | 4.00x" in pairs
+    assert "`python compare.py grpo`, 2026-11-21, 1 + 5 samples of each side in turn, 2 threads." in text
+    assert "Completion tokens: TRL 48, pvg 48. TRL's side: trl 1.16.0; bf16 False." in text
+    assert "Solutions forwarded: TRL 4,096, pvg 1,024." in text
