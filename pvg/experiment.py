@@ -296,6 +296,7 @@ class Telemetry(Section):
 class Store(Section):
     root: Folder = Path("runs")
     commit_every: Count = 10  # optimizer steps between commit points
+    row_digests: bool = True  # minted rows are checked when they are read; false: whole shards when they are opened
 
 
 class Experiment(Section):

@@ -18,7 +18,6 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,8 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Float32, Int32
-from pvg.store.shards import RolloutShards, ShardInfo, list_rows
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.solutions import MappedSolutions, SolutionRow
 
 Int64 = NDArray[np.int64]
 Int16 = NDArray[np.int16]
@@ -40,15 +40,6 @@ PAIR_DRAWS, SINGLE_DRAWS, PROBLEM_DRAWS = 0, 1, 2
 
 class MissingPairsError(StateError):
     """The stored rollouts allow no pair (or no balanced batch) at all. Says how many of each kind there are."""
-
-
-class SolutionRow(NamedTuple):
-    """What a verifier is shown of a row: never its role, never its label."""
-
-    question: str
-    text: str
-    completion_ids: Int32
-    problem_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,8 @@ class Singles:
 
 
 class PairView:
-    """The labelled rows of some shards, mapped into memory and verified against their checksums.
+    """The labelled rows of some shards, mapped into memory and verified against their checksums: labels on opening, a
+    solution when it is first read where the shard has digests by row.
 
     A row number counts the rows of `infos` in their order, before any filter, so it means the same under every filter.
     `keep` and `drop` choose problems by id: a predicate or a collection of ids. Held by row of the view, R in all:
@@ -89,11 +81,12 @@ class PairView:
         drop: ProblemFilter | None = None,
         include_malformed: bool = True,
     ) -> None:
-        self._batches = [shards.map(info) for info in infos]
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
-        problems_R, self.problem_ids = _shared_codes(self._batches, "problem_id")
-        sources_R, self.sources = _shared_codes(self._batches, "source")
-        correct_R, well_formed_R = (_flags(self._batches, name) for name in ("correct", "well_formed"))
+        self._shards: list[MappedSolutions] = [shards.solutions(info) for info in infos]
+        batches = [shard.batch for shard in self._shards]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
+        problems_R, self.problem_ids = _shared_codes(batches, "problem_id")
+        sources_R, self.sources = _shared_codes(batches, "source")
+        correct_R, well_formed_R = (_flags(batches, name) for name in ("correct", "well_formed"))
         kept_R = _chosen(self.problem_ids, keep, drop)[problems_R]
         if not include_malformed:
             kept_R &= well_formed_R
@@ -104,25 +97,18 @@ class PairView:
     def rows(self, indices: Int64) -> list[SolutionRow]:
         """The solutions at these row numbers, in their order, read from the memory map.
 
-        Raises IndexError for a number that no row has.
+        Raises IndexError for a number that no row has, DamagedFileError for a row that is not what was written.
         """
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self._starts[-1]):
             raise IndexError(f"Row numbers run from 0 to {self._starts[-1] - 1}.")
         shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
-        found: dict[int, SolutionRow] = {}
-        for shard in np.unique(shard_of).tolist():
-            places = np.flatnonzero(shard_of == shard)
-            part = self._batches[shard].select(["question", "text", "completion_ids", "problem_id"])
-            part = part.take(pa.array(wanted[places] - self._starts[shard]))
-            question, text, ids, problem = part.columns
-            columns = (question.to_pylist(), text.to_pylist(), list_rows(ids), problem.to_pylist())
-            found.update(zip(places.tolist(), map(SolutionRow, *columns), strict=True))
-        return [found[place] for place in range(len(wanted))]
+        places = (wanted - self._starts[shard_of]).tolist()
+        return [self._shards[shard].row(place) for shard, place in zip(shard_of.tolist(), places, strict=True)]
 
     def close(self) -> None:
         """Let go of the memory maps: `rows` finds nothing afterwards, the arrays stay."""
-        self._batches, self._starts = [], np.zeros(1, np.int64)
+        self._shards, self._starts = [], np.zeros(1, np.int64)
 
 
 class PairStream:
