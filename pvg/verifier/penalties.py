@@ -20,7 +20,8 @@ batch (totals and weights add up over micro-batches); the second trains on sum_m
     d Var_e(R_e)   = sum_m  w_m / W_e  2 (R_e - mean_e R_e) / E   d l_m                     (`vrex_weights`)
     d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)
 
-W_e is the sum of w over the pairs of e. (R_e - mean R_e also carries the gradient of the mean, which cancels.)
+W_e is the sum of w over the pairs of e. First derivatives only: V-REx takes the mean as a constant, whose gradient
+cancels.
 """
 
 from __future__ import annotations
@@ -67,13 +68,15 @@ def environment_means(
 def vrex(losses_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
     """V-REx's Var_e(R_e): a scalar, differentiable in the losses; 0 where there are less than two environments."""
     means_E, totals_E = environment_means(losses_M, environments_M, environments, weights_M)
-    return (_there(totals_E) * _from_mean(means_E, totals_E).square()).sum()
+    there_E = _there(totals_E)
+    mean = torch.dot(there_E, means_E.detach())  # its own gradient cancels: the deviations from it sum to 0
+    return torch.dot(there_E, (means_E - mean).square())
 
 
 def irm_v1(slopes_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
     """IRMv1's mean_e g_e^2: a scalar, differentiable in the slopes (see SLOPES), and through them in the scores."""
     means_E, totals_E = environment_means(slopes_M, environments_M, environments, weights_M)
-    return (_there(totals_E) * means_E.square()).sum()
+    return torch.dot(_there(totals_E), means_E.square())
 
 
 def vrex_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
@@ -81,7 +84,7 @@ def vrex_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
 
     `means_E` and `totals_E` are `environment_means` of the whole batch's losses.
     """
-    return 2.0 * _per_weight(_from_mean(means_E, totals_E), totals_E)
+    return 2.0 * _per_weight(means_E - torch.dot(_there(totals_E), means_E), totals_E)
 
 
 def irm_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
@@ -91,13 +94,8 @@ def irm_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
 
 def _there(totals_E: Tensor) -> Tensor:
     """1 / (number of environments that have pairs) for those [E], 0 for the others."""
-    there_E = (totals_E > 0).to(totals_E.dtype)
+    there_E = totals_E.sign()
     return there_E / there_E.sum().clamp_min(1.0)
-
-
-def _from_mean(means_E: Tensor, totals_E: Tensor) -> Tensor:
-    """R_e - mean R; of no meaning for environments without pairs."""
-    return means_E - (_there(totals_E) * means_E).sum()
 
 
 def _per_weight(values_E: Tensor, totals_E: Tensor) -> Tensor:
