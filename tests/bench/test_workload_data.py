@@ -84,13 +84,15 @@ def test_both_loaders_read_the_same_pairs_a_right_solution_before_a_wrong_one(tm
 
 @pytest.mark.parametrize(("by_row", "files"), [("true", 4), ("false", 2)])
 def test_shards_have_digests_by_row_or_are_checked_whole(by_row: str, files: int, temporary: Path) -> None:
+    def written() -> int:
+        return len(list(temporary.glob("*/rollouts/*/*")))
+
     async def play() -> dict[str, float]:
         workload = make(f"workload.row_digests={by_row}")
         await workload.open()
         try:
             measured = dict(await workload.sample(0))
-            measured["files"] = len(list(temporary.glob("*/rollouts/*/*")))
-            return measured
+            return measured | {"files": written()}
         finally:
             await workload.close()
 
