@@ -137,7 +137,9 @@ class Verifier(Section):
     score_penalty: Annotated[float, Field(ge=0.0)] = 0.005  # lambda of V^2
     beta: Positive = 1.0  # scale of the implicit head
     steps: Count = 100
-    pairs: Count = 64  # pairs per optimizer step
+    pairs: Count = 64  # pairs per optimizer step (pairing by problem: on average)
+    pairing: Literal["random", "problem"] = "random"  # each pair drawn by itself, or all pairs of whole problems
+    solutions_per_problem: Annotated[int, Field(ge=2)] = 8  # pairing by problem: most solutions taken of a problem
     micro_batch_tokens: Count = 16_384
     learning_rate: Positive = 3e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -300,6 +302,7 @@ class Telemetry(Section):
 class Store(Section):
     root: Folder = Path("runs")
     commit_every: Count = 10  # optimizer steps between commit points
+    row_digests: bool = True  # minted rows are checked when they are read; false: whole shards when they are opened
 
 
 class Experiment(Section):

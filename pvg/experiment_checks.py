@@ -62,6 +62,12 @@ def impossibilities(experiment: Experiment) -> list[str]:
             f"rollout.max_rows = {rollout.max_rows} can never be filled by rollout.concurrency = "
             f"{rollout.concurrency} requests; lower the one or raise the other"
         )
+    most = verifier.solutions_per_problem
+    if verifier.pairing == "problem" and verifier.pairs < (most // 2) * (most - most // 2):
+        found.append(
+            f"verifier.pairs = {verifier.pairs} is below the {(most // 2) * (most - most // 2)} pairs that "
+            f"verifier.solutions_per_problem = {most} solutions of one problem form; raise it, or lower that"
+        )
     if training.overlong_buffer > rollout.max_tokens:
         found.append(
             f"training.overlong_buffer = {training.overlong_buffer} does not fit into rollout.max_tokens = "
@@ -214,6 +220,8 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append(
             "training.overlong_buffer takes up to 1 from a reward: an aligned one may fall below game.cgc_floor"
         )
+    if experiment.verifier.pairing == "random" and "solutions_per_problem" in experiment.verifier.model_fields_set:
+        found.append("verifier.solutions_per_problem has no effect on verifier.pairing = 'random'")
     if training.lora_alpha != type(training).model_fields["lora_alpha"].default and training.lora_rank == 0:
         found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
     found += _idle_servers(experiment)

@@ -258,6 +258,7 @@ IMPOSSIBLE = [
     (["training.micro_batch_tokens=48"], "training.micro_batch_tokens = 48 fits no batch"),
     (["verifier.micro_batch_tokens=97"], "verifier.micro_batch_tokens = 97 fits no batch"),
     (["verifier.score_tokens=48"], "verifier.score_tokens = 48 fits no batch"),
+    (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
     (["rollout.top_p=0.9"], "rollout.top_p < 1"),
     (["rollout.top_k=5"], "rollout.top_k > 0"),
     (["rollout.concurrency=16"], "rollout.max_rows = 256 can never be filled"),
@@ -288,6 +289,7 @@ POSSIBLE = [
     ["training.micro_batch_tokens=49"],
     ["verifier.micro_batch_tokens=98"],
     ["verifier.score_tokens=49"],
+    ["verifier.pairing=problem", "verifier.pairs=12", "verifier.solutions_per_problem=7"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
     ["rollout.concurrency=256"],
@@ -399,6 +401,7 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
         ({"game": {"reward": "cgc"}, "training": {"spo_half_life": 9.0}}, "training.spo_half_life"),
         ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
+        ({"game": {"reward": "cgc"}, "verifier": {"solutions_per_problem": 6}}, "verifier.solutions_per_problem"),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):

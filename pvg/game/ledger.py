@@ -21,7 +21,7 @@ import orjson
 
 from pvg.errors import StateError
 from pvg.experiment import Experiment, differences
-from pvg.game.states import GameState
+from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
 from pvg.store.journal import JsonLines, read_json_lines
@@ -51,6 +51,7 @@ class Ledger:
         self.notices: list[str] = []
         self._store = FileStateStore(directory.state)
         self._shards = RolloutShards(directory.path)
+        self._row_digests = experiment.store.row_digests
         self._pending: list[Rollout] = []
         self._disk = ThreadPoolExecutor(1, "pvg-disk") if disk is None else disk
         self.state = self._recover(experiment, code_version)
@@ -122,7 +123,8 @@ class Ledger:
         """In the disk's thread: shards and checkpoint. The state that names them."""
         if rollouts:
             # What was kept belongs to the phase that is being played, also when this commit leaves it.
-            info = self._shards.write(self.state.round, self._shard_label(), rollouts)
+            by_row = self._row_digests and self.state.phase is Phase.MINT  # of what pairs are drawn from
+            info = self._shards.write(self.state.round, self._shard_label(), rollouts, by_row=by_row)
             state = replace(state, shards=(*state.shards, info.plain()))
         if checkpoint is not None:
             name = f"round-{state.round:03d}-{label}"

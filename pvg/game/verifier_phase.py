@@ -86,6 +86,14 @@ class UnpairedStream(PairStream):
         singles = self.balanced_singles(step, 2 * n)
         return Pairs(singles.rows_N[0::2], singles.rows_N[1::2], singles.sources_N[0::2])
 
+    def problems_for(self, pairs: int, solutions: int) -> int:
+        """As many: no problem has pairs of its own."""
+        return pairs
+
+    def draw_problems(self, step: int, problems: int, solutions: int) -> Pairs:
+        """A pair for each."""
+        return self.draw(step, problems)
+
 
 def _tell_about_sources(session: Session, stream: PairStream) -> None:
     if isinstance(stream, UnpairedStream):
@@ -142,7 +150,7 @@ async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseIn
     if report is None:
         raise StateError("The pair stream ended before the verifier's steps were done.")
     metrics = dict(report.metrics)
-    metrics["pairs_per_s"] = session.experiment.verifier.pairs / (time.perf_counter() - started)
+    metrics["pairs_per_s"] = metrics["pairs"] / (time.perf_counter() - started)
     done = trainer.steps_done
     session.report_step(info, done, metrics)
     if session.due(done, info.total):

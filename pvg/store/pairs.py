@@ -18,15 +18,15 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.records import Int32
-from pvg.store.shards import RolloutShards, ShardInfo, list_rows
+from pvg.records import Float32, Int32
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.solutions import MappedSolutions, SolutionRow
 
 Int64 = NDArray[np.int64]
 Int16 = NDArray[np.int16]
@@ -34,30 +34,23 @@ Bool = NDArray[np.bool_]
 
 ProblemFilter = Callable[[str], bool] | Collection[str]
 
-# Second words of the random seeds, so that pairs and single rows of one step are drawn independently.
-PAIR_DRAWS, SINGLE_DRAWS = 0, 1
+# Second words of the random seeds, so that pairs, single rows and problems of one step are drawn independently.
+PAIR_DRAWS, SINGLE_DRAWS, PROBLEM_DRAWS = 0, 1, 2
 
 
 class MissingPairsError(StateError):
     """The stored rollouts allow no pair (or no balanced batch) at all. Says how many of each kind there are."""
 
 
-class SolutionRow(NamedTuple):
-    """What a verifier is shown of a row: never its role, never its label."""
-
-    question: str
-    text: str
-    completion_ids: Int32
-    problem_id: str
-
-
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """M pairs: row numbers of the view, and the source of both rows as an index into `PairView.sources`."""
+    """M pairs: row numbers of the view, and the source of both rows as an index into `PairView.sources`. `shares_M` is
+    how much each pair counts beside the others; None: all alike."""
 
     correct_rows_M: Int64
     incorrect_rows_M: Int64
     sources_M: Int16
+    shares_M: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,8 @@ class Singles:
 
 
 class PairView:
-    """The labelled rows of some shards, mapped into memory and verified against their checksums.
+    """The labelled rows of some shards, mapped into memory and verified against their checksums: labels on opening, a
+    solution when it is first read where the shard has digests by row.
 
     A row number counts the rows of `infos` in their order, before any filter, so it means the same under every filter.
     `keep` and `drop` choose problems by id: a predicate or a collection of ids. Held by row of the view, R in all:
@@ -87,11 +81,12 @@ class PairView:
         drop: ProblemFilter | None = None,
         include_malformed: bool = True,
     ) -> None:
-        self._batches = [shards.map(info) for info in infos]
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
-        problems_R, self.problem_ids = _shared_codes(self._batches, "problem_id")
-        sources_R, self.sources = _shared_codes(self._batches, "source")
-        correct_R, well_formed_R = (_flags(self._batches, name) for name in ("correct", "well_formed"))
+        self._shards: list[MappedSolutions] = [shards.solutions(info) for info in infos]
+        batches = [shard.batch for shard in self._shards]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
+        problems_R, self.problem_ids = _shared_codes(batches, "problem_id")
+        sources_R, self.sources = _shared_codes(batches, "source")
+        correct_R, well_formed_R = (_flags(batches, name) for name in ("correct", "well_formed"))
         kept_R = _chosen(self.problem_ids, keep, drop)[problems_R]
         if not include_malformed:
             kept_R &= well_formed_R
@@ -102,25 +97,18 @@ class PairView:
     def rows(self, indices: Int64) -> list[SolutionRow]:
         """The solutions at these row numbers, in their order, read from the memory map.
 
-        Raises IndexError for a number that no row has.
+        Raises IndexError for a number that no row has, DamagedFileError for a row that is not what was written.
         """
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self._starts[-1]):
             raise IndexError(f"Row numbers run from 0 to {self._starts[-1] - 1}.")
         shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
-        found: dict[int, SolutionRow] = {}
-        for shard in np.unique(shard_of).tolist():
-            places = np.flatnonzero(shard_of == shard)
-            part = self._batches[shard].select(["question", "text", "completion_ids", "problem_id"])
-            part = part.take(pa.array(wanted[places] - self._starts[shard]))
-            question, text, ids, problem = part.columns
-            columns = (question.to_pylist(), text.to_pylist(), list_rows(ids), problem.to_pylist())
-            found.update(zip(places.tolist(), map(SolutionRow, *columns), strict=True))
-        return [found[place] for place in range(len(wanted))]
+        places = (wanted - self._starts[shard_of]).tolist()
+        return [self._shards[shard].row(place) for shard, place in zip(shard_of.tolist(), places, strict=True)]
 
     def close(self) -> None:
         """Let go of the memory maps: `rows` finds nothing afterwards, the arrays stay."""
-        self._batches, self._starts = [], np.zeros(1, np.int64)
+        self._shards, self._starts = [], np.zeros(1, np.int64)
 
 
 class PairStream:
@@ -171,6 +159,47 @@ class PairStream:
         cells_M2 = cells.pair_cells_B2[generator.integers(first_M, end_M)]
         correct_M, incorrect_M = (cells.draw_rows(generator, cells_M2[:, kind]) for kind in (0, 1))
         return Pairs(correct_M, incorrect_M, sources_M.astype(np.int16))
+
+    def problems_for(self, pairs: int, solutions: int) -> int:
+        """How many problems `draw_problems` has to draw for `pairs` pairs on average, given `solutions`."""
+        cells, weights_S = self._cells, self._pair_weights_S
+        taken_B2 = _taken(cells.sizes_C[cells.pair_cells_B2], solutions)
+        sums_S = np.bincount(cells.pair_sources_B, weights=taken_B2.prod(axis=1), minlength=len(weights_S))
+        mean = float((weights_S * sums_S / np.maximum(np.diff(cells.pair_ranges_S), 1)).sum())
+        return max(1, round(pairs / mean)) if mean else 1
+
+    def draw_problems(self, step: int, problems: int, solutions: int) -> Pairs:
+        """All pairs of each of `problems` problems, at most `solutions` of whose solutions are taken.
+
+        A problem is as likely as in `draw`, but drawn again only when its source has no other left. Of its solutions,
+        as many of each kind are taken as gives the most pairs, each uniformly; its pairs count together as much as
+        another problem's. So a mean over these pairs has the expectation of a mean over those of `draw`. Raises
+        MissingPairsError likewise.
+        """
+        if not self._pair_weights_S.any():
+            raise self._missing("no problem has both kinds from one source")
+        generator, cells = self._generator(step, PROBLEM_DRAWS), self._cells
+        counts_S = np.bincount(_choose(generator, self._pair_weights_S, problems), minlength=len(self._pair_weights_S))
+        firsts, sizes = cells.pair_ranges_S[:-1].tolist(), np.diff(cells.pair_ranges_S).tolist()
+        drawn = [
+            first + _distinct(generator, size, count)
+            for first, size, count in zip(firsts, sizes, counts_S.tolist(), strict=True)
+        ]
+        problems_K = np.concatenate(drawn)
+        cells_K2 = cells.pair_cells_B2[problems_K]
+        taken_K2 = _taken(cells.sizes_C[cells_K2], solutions)
+        rows = cells.draw_subsets(generator, cells_K2.reshape(-1), taken_K2.reshape(-1))
+        starts_K2 = (np.cumsum(taken_K2) - taken_K2.reshape(-1)).reshape(-1, 2)
+        pairs_K = taken_K2.prod(axis=1)
+        problem_M = np.repeat(np.arange(len(problems_K)), pairs_K)
+        number_M = np.arange(len(problem_M)) - np.repeat(np.cumsum(pairs_K) - pairs_K, pairs_K)
+        correct_M, incorrect_M = np.divmod(number_M, taken_K2[problem_M, 1])
+        return Pairs(
+            rows[starts_K2[problem_M, 0] + correct_M],
+            rows[starts_K2[problem_M, 1] + incorrect_M],
+            cells.pair_sources_B[problems_K[problem_M]].astype(np.int16),
+            (1.0 / pairs_K[problem_M]).astype(np.float32),
+        )
 
     def rows(self, indices: Int64) -> list[SolutionRow]:
         """The solutions at these row numbers of the view, in their order."""
@@ -266,6 +295,17 @@ class _Cells:
         rows_M: Int64 = self.rows_R[self.starts_C[cells_M] + generator.integers(0, self.sizes_C[cells_M])]
         return rows_M
 
+    def draw_subsets(self, generator: np.random.Generator, cells_K: Int64, counts_K: Int64) -> Int64:
+        """`counts_K[k]` different rows of cell `cells_K[k]`, uniformly, one cell's after the other's."""
+        sizes_K = self.sizes_C[cells_K]
+        place_T = np.repeat(np.arange(len(cells_K)), sizes_K)
+        rank_T = np.arange(len(place_T)) - np.repeat(np.cumsum(sizes_K) - sizes_K, sizes_K)
+        # Each cell's rows in random order: of these the first ones are taken.
+        order_T = np.lexsort((generator.random(len(place_T)), place_T))
+        numbers_T = (self.starts_C[cells_K][place_T] + rank_T)[order_T]
+        rows: Int64 = self.rows_R[numbers_T[rank_T < counts_K[place_T]]]
+        return rows
+
 
 def _choose(generator: np.random.Generator, weights_S: NDArray[np.float64], n: int) -> Int64:
     """n indices with probabilities `weights_S` (which sum to 1)."""
@@ -273,6 +313,24 @@ def _choose(generator: np.random.Generator, weights_S: NDArray[np.float64], n: i
     # The last bound may round to a little less or more than 1: scaling by it keeps every draw inside.
     found_M: Int64 = np.searchsorted(bounds_S, generator.random(n) * bounds_S[-1], side="right")
     return found_M
+
+
+def _distinct(generator: np.random.Generator, n: int, count: int) -> Int64:
+    """`count` of the numbers below n, each as often as any other or once more."""
+    rest = generator.choice(n, count % n, replace=False) if count else np.empty(0, np.int64)
+    return np.concatenate([np.tile(np.arange(n), count // n if count else 0), rest])
+
+
+def _taken(sizes_B2: Int64, solutions: int) -> Int64:
+    """Of problems with so many (correct, incorrect) solutions, how many of each to take, at most `solutions` together
+    and otherwise for as many pairs as can be: half and half, or all of the rarer kind and the more of the other."""
+    rarer_B = np.minimum(sizes_B2.min(axis=1), solutions // 2)
+    other_B = np.minimum(sizes_B2.max(axis=1), solutions - rarer_B)
+    correct_is_rarer_B = sizes_B2[:, 0] <= sizes_B2[:, 1]
+    found_B2: Int64 = np.where(
+        correct_is_rarer_B[:, None], np.stack([rarer_B, other_B], axis=1), np.stack([other_B, rarer_B], axis=1)
+    )
+    return found_B2
 
 
 def _weights(sources: Sequence[str], weights: Mapping[str, float]) -> NDArray[np.float64]:

@@ -20,13 +20,8 @@ from numpy.typing import NDArray
 
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, Timing, VersionSpan
-from pvg.store.atomic import (
-    DamagedFileError,
-    is_temporary,
-    make_directory,
-    sync_directory,
-    write_atomic,
-)
+from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
+from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
 
 SHARD_SCHEMA = b"1"
 ROLLOUTS = "rollouts"
@@ -71,12 +66,14 @@ ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a commit keeps of a shard. `path` is relative to the run directory, `checksum` the file's sha256."""
+    """What a commit keeps of a shard. `path` is relative to the run directory, `checksum` the file's sha256, `digests`
+    that of the digests beside it (pvg.store.solutions); empty: it has none."""
 
     path: str
     rows: int
     bytes: int
     checksum: str
+    digests: str = ""
 
     @property
     def round(self) -> int:
@@ -85,6 +82,10 @@ class ShardInfo:
     @property
     def label(self) -> str:
         return Path(self.path).stem
+
+    @property
+    def digests_path(self) -> str:
+        return str(Path(self.path).with_suffix(DIGESTS_SUFFIX))
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,11 +101,12 @@ class RolloutShards:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def write(self, round_: int, label: str, rollouts: Sequence[Rollout]) -> ShardInfo:
+    def write(self, round_: int, label: str, rollouts: Sequence[Rollout], *, by_row: bool = False) -> ShardInfo:
         """Store `rollouts` as `rollouts/round-002/<label>.arrow`, durable on return; it counts once a commit names it.
 
-        Raises StateError when that shard exists already, MissingRequirementError when the disk is full, TypeError for
-        token ids or log-probs of another dtype than a Rollout's.
+        `by_row`: with digests beside it, so that `solutions` need not check all of it on opening. Raises StateError
+        when that shard exists already, MissingRequirementError when the disk is full, TypeError for token ids or
+        log-probs of another dtype than a Rollout's.
         """
         relative = f"{ROLLOUTS}/round-{round_:03d}/{label}.arrow"
         path = self.directory / relative
@@ -112,8 +114,12 @@ class RolloutShards:
             raise StateError(f"The shard {path} exists already, and shards never change.", "Recover the run first.")
         data = _to_bytes(rollouts)
         make_directory(path.parent)
+        digests = digests_of(_open(pa.BufferReader(data), path)) if by_row else b""
+        if by_row:
+            write_atomic(path.with_suffix(DIGESTS_SUFFIX), digests)
         write_atomic(path, memoryview(data))
-        return ShardInfo(relative, len(rollouts), data.size, hashlib.sha256(data).hexdigest())
+        checksum = hashlib.sha256(data).hexdigest()
+        return ShardInfo(relative, len(rollouts), data.size, checksum, hashlib.sha256(digests).hexdigest() * by_row)
 
     def read(self, shard: ShardInfo | Path) -> list[Rollout]:
         """The rollouts of a shard, in the order they were written.
@@ -134,6 +140,28 @@ class RolloutShards:
         path = self.path_of(info)
         return _open(pa.memory_map(str(path)), path)
 
+    def solutions(self, info: ShardInfo) -> MappedSolutions:
+        """The shard's solutions, mapped into memory. With digests beside it a row is checked when it is read; without,
+        the whole shard is checked now. Raises DamagedFileError."""
+        if not info.digests:
+            return MappedSolutions(self.map(info), self.path_of(info), None)
+        path = self.path_of(info)
+        digests = self._digests(info)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise damaged(path, "the file is missing") from None
+        if size != info.bytes:
+            raise damaged(path, f"{size} bytes instead of {info.bytes}")
+        return MappedSolutions(_open(pa.memory_map(str(path)), path), path, digests)
+
+    def _digests(self, info: ShardInfo) -> bytes:
+        path = self.directory / info.digests_path
+        data = _read_bytes(path)
+        if hashlib.sha256(data).hexdigest() != info.digests:
+            raise damaged(path, "its checksum is not the committed one")
+        return data
+
     def verify(self, info: ShardInfo) -> None:
         """Raises DamagedFileError when the file is missing, cut short, or not the bytes that were written."""
         path = self.path_of(info)
@@ -143,8 +171,10 @@ class RolloutShards:
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
-            raise _damaged(path, "the file is missing") from None
+            raise damaged(path, "the file is missing") from None
         _check(path, info, size, digest)
+        if info.digests:
+            self._digests(info)
 
     def recover(self, committed: Sequence[ShardInfo]) -> list[Path]:
         """Remove the shards and temporaries that no commit names; returns what was removed.
@@ -152,10 +182,10 @@ class RolloutShards:
         Name the shards of every commit that may still be resumed (FileStateStore.commits). Only for the process that
         drives the run. Does not look inside the committed shards: see `verify`.
         """
-        kept = {self.directory / info.path for info in committed}
+        kept = {self.directory / path for info in committed for path in (info.path, info.digests_path)}
         removed = []
         for path in sorted((self.directory / ROLLOUTS).glob("round-*/*")):
-            if path not in kept and (path.suffix == ".arrow" or is_temporary(path)):
+            if path not in kept and (path.suffix in (".arrow", DIGESTS_SUFFIX) or is_temporary(path)):
                 path.unlink()
                 removed.append(path)
         for folder in {path.parent for path in removed}:
@@ -173,20 +203,14 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise _damaged(path, "the file is missing") from None
+        raise damaged(path, "the file is missing") from None
 
 
 def _check(path: Path, info: ShardInfo, size: int, digest: str) -> None:
     if size != info.bytes:
-        raise _damaged(path, f"{size} bytes instead of {info.bytes}")
+        raise damaged(path, f"{size} bytes instead of {info.bytes}")
     if digest != info.checksum:
-        raise _damaged(path, "its checksum is not the committed one")
-
-
-def _damaged(path: Path, reason: str) -> DamagedFileError:
-    return DamagedFileError(
-        f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy, or resume from an earlier commit."
-    )
+        raise damaged(path, "its checksum is not the committed one")
 
 
 def _open(source: Any, path: Path) -> pa.RecordBatch:
@@ -199,10 +223,10 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
                 "Read it with the pvg that wrote it.",
             )
         if version is None or reader.schema != SCHEMA or reader.num_record_batches != 1:
-            raise _damaged(path, "it is not a rollout shard")
+            raise damaged(path, "it is not a rollout shard")
         return reader.get_batch(0)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from None
+        raise damaged(path, str(error).splitlines()[0]) from None
 
 
 # --- rows to columns -----------------------------------------------------------------------------------------------
@@ -279,7 +303,7 @@ def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:
         batch.validate(full=True)
         return _to_rollouts(batch)
     except (pa.ArrowException, ValueError) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from None
+        raise damaged(path, str(error).splitlines()[0]) from None
 
 
 def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:

@@ -146,6 +146,7 @@ def _verifier() -> list[Metric]:
         *_in(
             VERIFIER, "score_gap", "score", HIGHER, "Mean over pairs of the correct solution's score less the other's."
         ),
+        *_in(VERIFIER, "pairs", "pairs", NEITHER, "Pairs of the step."),
         *_in(VERIFIER, "pairs_per_s", "pairs/s", HIGHER, "Pairs trained on in a second."),
         *_in(VERIFIER, "threshold", "score", NEITHER, "The score from which on a solution is accepted, as calibrated."),
         *_in(VERIFIER, "held_out", "rollouts", NEITHER, "Solutions that the calibration was made on."),

@@ -19,6 +19,7 @@ class VerifierBatch:
     (correct row, incorrect row); `references_N` float32 is VerifierModel.reference of the rows, None where the head
     needs none or shall compute it; `sources_M` int16 numbers each pair's source (a mixture's, an environment's).
 
+    `shares_M` float32: how much a pair counts beside the others (above 0, of any scale); None: all alike.
     `pair_weights_M` and `row_weights_N` float32 make the loss a plain sum over pairs and rows; an objective's `prepare`
     fills them.
 
@@ -31,6 +32,7 @@ class VerifierBatch:
     pairs_M2: Int32
     references_N: Float32 | None
     sources_M: NDArray[np.int16]
+    shares_M: Float32 | None = None
     pair_weights_M: Float32 | None = None
     row_weights_N: Float32 | None = None
 
@@ -41,6 +43,7 @@ class VerifierBatch:
             "pairs_M2": (self.pairs_M2, (pairs, 2)),
             "references_N": (self.references_N, (rows,)),
             "sources_M": (self.sources_M, (pairs,)),
+            "shares_M": (self.shares_M, (pairs,)),
             "pair_weights_M": (self.pair_weights_M, (pairs,)),
             "row_weights_N": (self.row_weights_N, (rows,)),
         }
@@ -68,13 +71,15 @@ class VerifierBatch:
     def select(self, pairs: NDArray[np.int64]) -> VerifierBatch:
         """These pairs, in this order, with the rows they need, each once."""
         rows, numbers = np.unique(self.pairs_M2[pairs], return_inverse=True)
-        references, pair_weights, row_weights = self.references_N, self.pair_weights_M, self.row_weights_N
+        references, row_weights = self.references_N, self.row_weights_N
+        shares, pair_weights = self.shares_M, self.pair_weights_M
         return VerifierBatch(
             sequences=[self.sequences[row] for row in rows],
             prompt_lengths_N=self.prompt_lengths_N[rows],
             pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
             references_N=None if references is None else references[rows],
             sources_M=self.sources_M[pairs],
+            shares_M=None if shares is None else shares[pairs],
             pair_weights_M=None if pair_weights is None else pair_weights[pairs],
             row_weights_N=None if row_weights is None else row_weights[rows],
         )

@@ -1,7 +1,13 @@
-"""`PairSource`: the verifier trainer's batches, drawn as pairs of stored rollouts and rendered by the template."""
+"""`PairSource`: the verifier trainer's batches, drawn as pairs of stored rollouts and rendered by the template.
+
+`verifier.pairing` is how pairs are drawn: "random" draws each by itself, so that most of a batch's solutions stand in
+one pair; "problem" takes problems and all pairs of their solutions, n^2/4 of n solutions. Either way each distinct
+solution is rendered and forwarded once, and the expected loss is the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 import numpy as np
@@ -11,7 +17,7 @@ from numpy.typing import NDArray
 from pvg import experiment
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Int32
-from pvg.store.pairs import PairStream
+from pvg.store.pairs import Pairs, PairStream
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.rectangle import batches, rectangle
@@ -44,6 +50,7 @@ class PairSource:
         self._executor = executor
         self._step = start_step
         self._source_fingerprint = source_fingerprint
+        self._draw = _drawing(stream, section)
         self._references_R: Float32 = np.empty(0, dtype=np.float32)  # NaN where not yet computed
 
     @property
@@ -52,14 +59,15 @@ class PairSource:
         return self._step
 
     async def next_batch(self) -> VerifierBatch | None:
-        """`section.pairs` pairs; never None. Reading, rendering and references run in the executor."""
+        """`section.pairs` pairs (by problem: about as many); never None. Reading, rendering and references run in the
+        executor."""
         batch = await run_in(self._executor, self._batch, self._step)
         self._step += 1
         return batch
 
     def _batch(self, step: int) -> VerifierBatch:
         with span("draw_pairs"):
-            pairs = self._stream.draw(step, self._section.pairs)
+            pairs = self._draw(step)
             drawn_M2 = np.stack([pairs.correct_rows_M, pairs.incorrect_rows_M], axis=1)
             rows_N, numbers = np.unique(drawn_M2, return_inverse=True)
             rendered = [
@@ -78,6 +86,7 @@ class PairSource:
             pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
             references_N=references_N,
             sources_M=pairs.sources_M,
+            shares_M=pairs.shares_M,
         )
 
     def _references(self, rows_N: NDArray[np.int64], sequences: list[Int32], prompt_lengths_N: Int32) -> Float32:
@@ -105,3 +114,12 @@ class PairSource:
                 reference_B = self._model.reference(*packed)
             self._references_R[rows_N[numbers]] = reference_B[: len(numbers)].cpu().numpy()
         return self._references_R[rows_N]
+
+
+def _drawing(stream: PairStream, section: experiment.Verifier) -> Callable[[int], Pairs]:
+    """Step -> its pairs."""
+    if section.pairing == "random":
+        return lambda step: stream.draw(step, section.pairs)
+    solutions = section.solutions_per_problem
+    problems = stream.problems_for(section.pairs, solutions)
+    return lambda step: stream.draw_problems(step, problems, solutions)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from pvg import experiment
-from pvg.errors import ConfigurationError
 from pvg.models.padding import pad_right
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.micro_batches import pairs_by_budget
 
 
 def bradley_terry(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 class PairObjective:
     """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
-    score_gap (mean over pairs of V_c - V_i), padding (share of the positions that hold no token)."""
+    score_gap (mean over pairs of V_c - V_i), pairs, padding (share of the positions that hold no token)."""
 
     def __init__(self, section: experiment.Verifier, pad_id: int) -> None:
         self._loss = LOSSES[section.loss]
@@ -58,24 +58,27 @@ class PairObjective:
         self._pad_id = pad_id
 
     def prepare(self, batch: VerifierBatch) -> VerifierBatch:
-        """1/M for each pair, 1/N for each solution that stands in a pair. Raises ValueError for a batch of no pairs."""
+        """Each pair's share (1/M where all count alike), 1/N for each solution that stands in a pair. Raises ValueError
+        for a batch of no pairs."""
         if not len(batch):
             raise ValueError("a verifier batch needs at least one pair")
+        shares_M = np.ones(len(batch), dtype=np.float32) if batch.shares_M is None else batch.shares_M
         used_N = np.bincount(batch.pairs_M2.reshape(-1), minlength=len(batch.sequences)) > 0
         return batch.with_weights(
-            pair_weights_M=np.full(len(batch), 1.0 / len(batch), dtype=np.float32),
+            pair_weights_M=(shares_M / shares_M.sum(dtype=np.float64)).astype(np.float32),
             row_weights_N=(used_N / used_N.sum()).astype(np.float32),
         )
 
     def split(self, batch: VerifierBatch) -> list[VerifierBatch]:
-        """Micro-batches of whole pairs, with distinct solutions x longest of them within the token budget.
+        """Micro-batches of whole pairs, with distinct solutions x longest of them within the token budget. Each
+        solution is in one of them, unless a problem's solutions are over the budget by themselves.
 
         Raises ConfigurationError when a single pair is over the budget.
         """
         _, row_weights_N = _weights(batch)
         unpenalised_N = row_weights_N.copy()
         micro_batches = []
-        for pairs in self._pairs_by_budget(batch):
+        for pairs in pairs_by_budget(batch.pairs_M2, batch.lengths_N, self._token_budget):
             micro_batches.append(replace(batch, row_weights_N=unpenalised_N).select(pairs))
             unpenalised_N = unpenalised_N.copy()
             unpenalised_N[batch.pairs_M2[pairs].reshape(-1)] = 0.0
@@ -96,30 +99,9 @@ class PairObjective:
             loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
         metrics = _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
         positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
+        metrics.add_sum("pairs", len(micro_batch))
         metrics.add_mean("padding", positions - int(micro_batch.lengths_N.sum()), positions)
         return loss, metrics
-
-    def _pairs_by_budget(self, batch: VerifierBatch) -> list[NDArray[np.int64]]:
-        longest_M = batch.lengths_N[batch.pairs_M2].max(axis=1)
-        # The longest first, so that the first pair of a part sets its width; pairs that share rows beside each other.
-        order_M = np.lexsort((batch.pairs_M2[:, 1], batch.pairs_M2[:, 0], -longest_M))
-        parts: list[list[int]] = []
-        rows: set[int] = set()
-        width = 0
-        for pair in order_M:
-            wanted = set(batch.pairs_M2[pair].tolist())
-            if not parts or len(rows | wanted) * width > self._token_budget:
-                width = int(longest_M[pair])
-                if len(wanted) * width > self._token_budget:
-                    raise ConfigurationError(
-                        f"verifier.micro_batch_tokens = {self._token_budget} is below a pair of {width} tokens each.",
-                        f"Set it to {2 * width} or more, or shorten the completions (rollout.max_tokens).",
-                    )
-                parts.append([])
-                rows = set()
-            parts[-1].append(int(pair))
-            rows |= wanted
-        return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
 def _scores(module: nn.Module, batch: VerifierBatch, pad_id: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ Head = Literal["scalar", "implicit", "yes_token"]
 QUESTION = "Is this solution correct? Answer yes or no."
 # Part of every key: raise it when the tokens of any style change, so that no old score is taken for a new one.
 FORM = 1
+PROMPTS_KEPT = 4096  # questions, as token ids: a few MB
 
 
 class VerifierTemplate:
@@ -41,6 +43,9 @@ class VerifierTemplate:
         """Raises ConfigurationError for style "chat" where the tokenizer has no chat template."""
         self._tokenizer = tokenizer
         self._render = _chat if style == "chat" else _plain
+        # A problem's solutions ask for the same question, and a verifier's training for the same problems.
+        of_question = partial(_opened_chat, tokenizer) if style == "chat" else tokenizer.encode
+        self._prompt: Prompt = lru_cache(PROMPTS_KEPT)(of_question)
         self._head = head
         rules = [FORM, style == "chat", head, QUESTION, tokenizer.fingerprint, tokenizer.eos_id]
         if style == "chat":  # the chat template is no part of the tokenizer's fingerprint: render something with it
@@ -63,7 +68,9 @@ class VerifierTemplate:
         """
         shared = completion_ids is not None and source_tokenizer_fingerprint == self._tokenizer.fingerprint
         solution_ids = completion_ids if shared else None
-        prompt_ids, rest_ids = self._render(self._tokenizer, self._head, question, completion_text, solution_ids)
+        prompt_ids, rest_ids = self._render(
+            self._tokenizer, self._head, self._prompt, question, completion_text, solution_ids
+        )
         if not prompt_ids.size:
             raise ConfigurationError(
                 "A problem has no text, so there is nothing to verify a solution against.",
@@ -72,24 +79,34 @@ class VerifierTemplate:
         return np.concatenate([prompt_ids, rest_ids]), len(prompt_ids)
 
 
-Render = Callable[[Tokenizer, str, str, str, Int32 | None], tuple[Int32, Int32]]
+Prompt = Callable[[str], Int32]  # of a question; nobody changes what it gives
+Render = Callable[[Tokenizer, str, Prompt, str, str, Int32 | None], tuple[Int32, Int32]]
 
 
-def _plain(tokenizer: Tokenizer, head: str, question: str, text: str, ids: Int32 | None) -> tuple[Int32, Int32]:
+def _plain(
+    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None
+) -> tuple[Int32, Int32]:
     solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
     if head == "yes_token":
-        return tokenizer.encode(question), np.concatenate([solution_ids, tokenizer.encode(f"\n{QUESTION}\n")])
-    return tokenizer.encode(question), _with_end(tokenizer, solution_ids)
+        return prompt(question), np.concatenate([solution_ids, tokenizer.encode(f"\n{QUESTION}\n")])
+    return prompt(question), _with_end(tokenizer, solution_ids)
 
 
-def _chat(tokenizer: Tokenizer, head: str, question: str, text: str, ids: Int32 | None) -> tuple[Int32, Int32]:
+def _chat(
+    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None
+) -> tuple[Int32, Int32]:
     if head == "implicit":
         solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
-        return tokenizer.chat([{"role": "user", "content": question}]), _with_end(tokenizer, solution_ids)
+        return prompt(question), _with_end(tokenizer, solution_ids)
     content = f"Problem:\n{question}\n\nSolution:\n{_without_controls(tokenizer, text)}"
     if head == "yes_token":
         content += f"\n\n{QUESTION}"
     return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
+
+
+def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:
+    """The question as the user's message, ready for the assistant's answer."""
+    return tokenizer.chat([{"role": "user", "content": question}])
 
 
 def _without_controls(tokenizer: Tokenizer, text: str) -> str:

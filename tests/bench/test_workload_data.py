@@ -82,6 +82,25 @@ def test_both_loaders_read_the_same_pairs_a_right_solution_before_a_wrong_one(tm
     assert set(drawn) == set(everything)  # 480 draws of 40: all of them
 
 
+@pytest.mark.parametrize(("by_row", "files"), [("true", 4), ("false", 2)])
+def test_shards_have_digests_by_row_or_are_checked_whole(by_row: str, files: int, temporary: Path) -> None:
+    def written() -> int:
+        return len(list(temporary.glob("*/rollouts/*/*")))
+
+    async def play() -> dict[str, float]:
+        workload = make(f"workload.row_digests={by_row}")
+        await workload.open()
+        try:
+            measured = dict(await workload.sample(0))
+            return measured | {"files": written()}
+        finally:
+            await workload.close()
+
+    measured = asyncio.run(play())
+    assert measured["files"] == files
+    assert measured["first_batch_s_160"] > 0
+
+
 @pytest.mark.parametrize("loader", ["stream", "eager"])
 def test_a_sample_measures_every_size_in_a_process_of_its_own(loader: str, temporary: Path) -> None:
     async def play() -> tuple[Any, dict[str, Any]]:

@@ -22,7 +22,7 @@ SMALL = [
     "workload.steps=2",
     "workload.warm_passes=2",
     "workload.penalty_turns=1",
-    "verifier.pairs=8",
+    "verifier.pairs=16",
     "models.threads=1",
     "warmup=0",
     "repeats=1",
@@ -56,6 +56,13 @@ def test_a_sample_scores_and_trains_and_leaves_nothing_behind(scratch: Path) -> 
     assert list(scratch.iterdir()) == []
 
 
+def test_all_pairs_of_a_problem_are_more_pairs_of_fewer_solutions() -> None:
+    by_pairing = [measured(f"verifier.pairing={how}", "verifier.pairs=48") for how in ("random", "problem")]
+    assert [variant.status for variant in by_pairing] == ["ok", "ok"]
+    random, problem = (variant.derived["pairs_per_solution"] for variant in by_pairing)
+    assert problem > 1.2 * random
+
+
 def test_a_cache_of_one_entry_computes_every_pass_anew() -> None:
     variant = measured("verifier.cache_entries=1")
     assert variant.status == "ok", variant.reason
@@ -86,7 +93,7 @@ def test_every_sample_begins_with_the_same_verifier(head: str) -> None:
 def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     report = run_plan(plan_bench("verifier", SMALL, ablate=True), command="test").report
     assert report.status == "ok", report.reason
-    assert len(report.variants) == 4
+    assert len(report.variants) == 5
     slow, *_, fast = report.variants
     assert (slow.derived["padding"], fast.derived["cache_hit_rate"]) == (pytest.approx(0.0, abs=0.1), 1.0)
 

@@ -136,7 +136,8 @@ def fingerprint(root: Path) -> dict[str, Any]:
     state = FileStateStore(run.state).load().state
     assert state is not None
     shards = RolloutShards(run.path)
-    rollouts = [r for plain in state["shards"] for r in shards.read(ShardInfo.from_plain(plain))]
+    infos = [ShardInfo.from_plain(plain) for plain in state["shards"]]
+    rollouts = [r for info in infos for r in shards.read(info)]
     weights = {name: (run.weights / name / "tensors.safetensors").read_bytes() for name in state["weights"]}
     rows = [orjson.loads(line) for line in run.metrics.read_bytes().splitlines()]
     on_disk = sorted(str(p.relative_to(run.path)) for p in run.rollouts.glob("*/*"))
@@ -153,7 +154,8 @@ def fingerprint(root: Path) -> dict[str, Any]:
             for r in rows
             if r["kind"] in GAME_RECORDS and r.get("name") not in MACHINE_ALERTS
         ],
-        "shards_on_disk": on_disk == sorted(plain["path"] for plain in state["shards"]),
+        "shards_on_disk": on_disk
+        == sorted([info.path for info in infos] + [info.digests_path for info in infos if info.digests]),
     }
 
 

@@ -75,6 +75,8 @@ ONE_ANSWER = {
     "game.mint_problems": 48,
 }
 
+BY_PROBLEM = {"verifier.pairing": "problem", "verifier.pairs": 16}
+
 LIMITS: dict[str, dict[str, Any]] = {
     "no prover step": {"training.steps": 0, "game.rounds": 2},
     "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
@@ -84,6 +86,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
     "checkpointed layers": {"training.gradient_checkpointing": True},
     "no signal and no pairs": {"training.loss": "dapo", "verifier.loss": "cross_entropy", **ONE_ANSWER},
+    "pairs by problem": {**BY_PROBLEM, "game.rounds": 2},
+    "by problem, and no pairs": {"verifier.loss": "cross_entropy", **BY_PROBLEM, **ONE_ANSWER},
 }
 
 
@@ -114,6 +118,20 @@ def test_resumed_within_batches_a_run_ends_like_the_uninterrupted_one(tmp_path: 
     assert outcome.status == "interrupted"
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+
+
+def test_resumed_among_pairs_by_problem_a_run_ends_like_the_uninterrupted_one(tmp_path: Path) -> None:
+    experiment = changed({**BY_PROBLEM, "verifier.micro_batch_tokens": 512, "training.steps": 2, "game.rounds": 1})
+    _, whole = played(experiment, tmp_path / "whole")
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 4))
+    assert outcome.status == "interrupted"
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+    pairs = [row["metrics"]["pairs"] for row in rows(whole, "step") if row["phase"] == "train_verifier"]
+    assert all(count >= 1 for count in pairs)
+    state = FileStateStore(whole.state).load().state
+    assert state is not None
+    assert all(bool(shard["digests"]) == ("mint" in shard["path"]) for shard in state["shards"])
 
 
 def test_commits_keep_their_distance_where_batches_end_elsewhere(tmp_path: Path) -> None:

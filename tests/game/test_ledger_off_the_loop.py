@@ -56,9 +56,9 @@ def test_the_loop_goes_on_while_rollouts_are_written(ledger: Ledger, monkeypatch
     seen = threading.Event()
     write = ledger.rollout_shards.write
 
-    def waiting(*arguments: Any) -> Any:
+    def waiting(*arguments: Any, **options: Any) -> Any:
         assert seen.wait(LIMIT_S), "the loop stood still"
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(ledger.rollout_shards, "write", waiting)
 
@@ -80,7 +80,7 @@ def test_the_loop_goes_on_while_rollouts_are_written(ledger: Ledger, monkeypatch
 
 
 def test_what_could_not_be_written_is_in_the_next_commit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise MissingRequirementError("The disk is full.", "Make room.")
 
     async def play() -> None:

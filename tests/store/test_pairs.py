@@ -241,3 +241,86 @@ def test_memory_does_not_grow_with_the_number_of_pairs(tmp_path: Path) -> None:
     # The interpreter's own garbage makes a peak waver by some KiB; the 72,000 further pairs would take 1152.
     assert many_peak < few_peak + 64 * 1024
     assert many_held < 100 * 4000  # by row, a few bytes
+
+
+# --- all pairs of whole problems ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(ROWS, st.integers(1, 9), st.integers(2, 9), st.integers(0, 2**31), HELD_OUT)
+def test_problems_come_with_all_pairs_of_their_solutions(rows, problems, solutions, step, held_out) -> None:
+    trained = [row for row in rows if row[1] not in held_out]
+    with TemporaryDirectory() as directory:
+        view = view_of(Path(directory), rows, drop=held_out)
+        if not pairable(trained):
+            with pytest.raises(MissingPairsError):
+                PairStream(view, WEIGHTS, 3).draw_problems(step, problems, solutions)
+            return
+        stream = PairStream(view, WEIGHTS, 3)
+        pairs = stream.draw_problems(step, problems, solutions)
+        drawn: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for right, wrong, source in zip(pairs.correct_rows_M, pairs.incorrect_rows_M, pairs.sources_M, strict=True):
+            assert rows[right][:2] == rows[wrong][:2]
+            assert (rows[right][2], rows[wrong][2]) == (True, False)
+            assert view.sources[source] == rows[right][0]
+            drawn.setdefault(rows[right][:2], []).append((int(right), int(wrong)))
+        assert set(drawn) <= pairable(trained)
+        assert pairs.shares_M.sum() == pytest.approx(problems)
+        if len(drawn) == problems:  # none came twice
+            for (source, problem), found in drawn.items():
+                of_kind = [sum(row == (source, problem, kind) for row in rows) for kind in (True, False)]
+                taken = [{pair[side] for pair in found} for side in (0, 1)]
+                assert set(found) == {(right, wrong) for right in taken[0] for wrong in taken[1]}
+                assert len(set(found)) == len(found)
+                most = max(min(k, of_kind[0]) * min(solutions - k, of_kind[1]) for k in range(1, solutions))
+                assert len(found) == most
+
+
+def test_problems_and_rows_are_as_likely_as_in_a_draw_of_pairs(tmp_path: Path) -> None:
+    """The mean over the pairs of a batch has the same expectation either way: weigh each pair by its share."""
+    rows = [("base", "a", True), ("base", "a", False)]
+    rows += [("base", "b", True)] * 6 + [("base", "b", False)] * 2
+    rows += [("base", "c", True)] + [("base", "c", False)] * 3
+    rows += [("round-000", "a", True), ("round-000", "a", False)] * 2
+    stream = PairStream(view_of(tmp_path, rows), {"base": 3.0, "round-000": 1.0}, 1)
+    count, steps = 4, 5_000  # problems: of base there are three, so that some come twice
+    seen = np.zeros((len(rows), len(rows)))
+    for step in range(steps):
+        pairs = stream.draw_problems(step, count, 5)
+        np.add.at(seen, (pairs.correct_rows_M, pairs.incorrect_rows_M), pairs.shares_M)
+    expected = np.zeros_like(seen)
+    for right, (source, problem, correct) in enumerate(rows):
+        for wrong, (source_w, problem_w, correct_w) in enumerate(rows):
+            if correct and not correct_w and (source, problem) == (source_w, problem_w):
+                of_kind = [sum(row == (source, problem, kind) for row in rows) for kind in (True, False)]
+                weight = 0.75 / 3 if source == "base" else 0.25
+                expected[right, wrong] = weight / (of_kind[0] * of_kind[1])
+    assert expected.sum() == pytest.approx(1.0)
+    np.testing.assert_allclose(seen / (count * steps), expected, atol=0.012)
+
+
+def test_problems_are_drawn_by_seed_and_step_and_each_once_before_one_comes_again(tmp_path: Path) -> None:
+    rows = [("base", f"p{p}", c) for p in range(20) for c in (True, False)] * 3
+    view = view_of(tmp_path, rows)
+    stream = PairStream(view, {"base": 1.0}, 7)
+    first = stream.draw_problems(3, 20, 4)
+    stream.draw(3, 9)
+    again = PairStream(view, {"base": 1.0}, 7).draw_problems(3, 20, 4)
+    np.testing.assert_array_equal(first.correct_rows_M, again.correct_rows_M)
+    np.testing.assert_array_equal(first.incorrect_rows_M, again.incorrect_rows_M)
+    assert (first.correct_rows_M != stream.draw_problems(4, 20, 4).correct_rows_M).any()
+    assert {rows[row][1] for row in first.correct_rows_M} == {f"p{p}" for p in range(20)}
+    twice = stream.draw_problems(0, 40, 2)
+    assert np.unique([rows[row][1] for row in twice.correct_rows_M], return_counts=True)[1].tolist() == [2] * 20
+
+
+def test_the_number_of_problems_gives_the_pairs_on_average(tmp_path: Path) -> None:
+    rows = [("base", "a", True), ("base", "a", False)] * 4  # 16 pairs
+    rows += [("base", "b", True)] + [("base", "b", False)] * 3  # 3 pairs
+    rows += [("round-000", "a", True), ("round-000", "a", False)]  # 1 pair
+    stream = PairStream(view_of(tmp_path, rows), {"base": 1.0, "round-000": 1.0}, 0)
+    mean = 0.5 * (16 + 3) / 2 + 0.5 * 1  # 5.25
+    assert stream.problems_for(64, 8) == round(64 / mean) == 12
+    assert stream.problems_for(1, 8) == 1
+    drawn = [len(stream.draw_problems(step, 12, 8).sources_M) for step in range(300)]
+    assert np.mean(drawn) == pytest.approx(12 * mean, rel=0.05)

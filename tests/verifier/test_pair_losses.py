@@ -70,7 +70,8 @@ def test_bradley_terry_by_hand():
     expected = [0.1096204, 0.0482590, -0.0578794]
     assert gradients["scores"].tolist() == pytest.approx(expected, abs=1e-6)
     del metrics["padding"]
-    assert metrics == pytest.approx({"loss": loss, "pair_accuracy": 1.0, "score_mean": 0.5, "score_gap": 2.25})
+    expected = {"loss": loss, "pair_accuracy": 1.0, "score_mean": 0.5, "score_gap": 2.25, "pairs": 2}
+    assert metrics == pytest.approx(expected)
 
 
 def test_cross_entropy_by_hand():

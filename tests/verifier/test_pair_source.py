@@ -113,15 +113,60 @@ def test_a_source_that_starts_at_a_step_gives_the_same_bits(tmp_path, executor):
     assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
 
 
+BY_PROBLEM = SECTION.model_copy(update={"pairing": "problem", "solutions_per_problem": 4})
+
+
+def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor):
+    """Three solutions of each kind, of which two are taken: four pairs a problem, four problems for 16 pairs."""
+    rollouts = toy_rollouts(0, 20)
+    label = {one.question + one.text: one.grade.correct for one in rollouts}
+    model = open_verifier()
+    source = open_source(open_stream(tmp_path, rollouts), model, executor, BY_PROBLEM)
+    batch = asyncio.run(source.next_batch())
+    assert (len(batch), len(batch.sequences)) == (16, 16)
+    texts = [model.tokenizer.decode(sequence) for sequence in batch.sequences]
+    seen = set()
+    for correct, incorrect in batch.pairs_M2:
+        assert (label[texts[correct]], label[texts[incorrect]]) == (True, False)
+        assert texts[correct].split("?")[0] == texts[incorrect].split("?")[0]
+        seen.add((texts[correct], texts[incorrect]))
+    assert len(seen) == 16
+    assert np.unique(batch.pairs_M2, return_counts=True)[1].tolist() == [2] * 16
+    assert batch.references_N is not None
+    resumed = open_source(source._stream, model, executor, BY_PROBLEM, start_step=1)
+    one, two = asyncio.run(source.next_batch()), asyncio.run(resumed.next_batch())
+    np.testing.assert_array_equal(one.pairs_M2, two.pairs_M2)
+    assert one.references_N.tobytes() == two.references_N.tobytes()
+    assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
+
+
+def test_by_problem_every_problem_counts_alike(tmp_path, executor):
+    """One problem has 1 x 3 pairs, the other 2 x 2: the loss is the mean of their means."""
+    rollouts = [rollout(text, question="1?", correct=text == "1") for text in ("1", "22", "33", "44")]
+    rollouts += [rollout(text, question="2?", correct=text < "7") for text in ("5", "6", "7", "8")]
+    section = BY_PROBLEM.model_copy(update={"pairs": 7})
+    model = open_verifier()
+    source = open_source(open_stream(tmp_path, rollouts), model, executor, section)
+    objective = PairObjective(section, model.tokenizer.pad_id)
+    batch = objective.prepare(asyncio.run(source.next_batch()))
+    assert len(batch) == 7
+    assert sorted(batch.pair_weights_M.tolist()) == pytest.approx([1 / 8] * 4 + [1 / 6] * 3)
+    assert batch.row_weights_N.tolist() == pytest.approx([1 / 8] * 8)  # the penalty: every solution alike
+    (whole,) = objective.split(batch)
+    assert whole.pair_weights_M.sum() == pytest.approx(1.0)
+
+
 def test_a_head_without_a_reference_gets_none(tmp_path, executor):
     section = experiment.Verifier(head="scalar", pairs=4)
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 4)), open_verifier("scalar"), executor, section)
     assert asyncio.run(source.next_batch()).references_N is None
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision):
-    section = SECTION.model_copy(update={"precision": precision, "steps": 60})
+@pytest.mark.parametrize(
+    ("precision", "pairing"), [("float32", "random"), ("bfloat16", "random"), ("float32", "problem")]
+)
+def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision, pairing):
+    section = SECTION.model_copy(update={"precision": precision, "pairing": pairing, "steps": 60})
     model = open_verifier()
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 60)), model, executor, section)
     settings = OptimizerSettings(learning_rate=3e-3, total_steps=section.steps, warmup=5)

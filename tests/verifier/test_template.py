@@ -98,3 +98,15 @@ def test_a_chat_style_without_a_chat_template_is_refused_at_once():
 def test_an_empty_question_is_refused():
     with pytest.raises(ConfigurationError, match="no text"):
         VerifierTemplate(DIGITS, "plain", "implicit").tokens("", "A0", None, None)
+
+
+@pytest.mark.parametrize(("style", "renders"), [("tag", "encode"), ("chat", "chat")])
+def test_a_question_is_tokenised_once(monkeypatch, style, renders):
+    tokenizer, asked = english_tokenizer(), []
+    original = getattr(tokenizer, renders)
+    monkeypatch.setattr(tokenizer, renders, lambda given: asked.append(given) or original(given))
+    template = VerifierTemplate(tokenizer, style, "implicit")
+    first, second = (template.tokens("why?", text, None, None) for text in ("yes", "no"))
+    assert len([one for one in asked if "why?" in str(one)]) == 1
+    assert first[1] == second[1]
+    np.testing.assert_array_equal(first[0][: first[1]], second[0][: second[1]])

@@ -44,6 +44,7 @@ FEWER = "Ask for fewer pairs (-s 'workload.pairs=[5000,50000]')"
 class Settings(Section):
     pairs: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (5_000, 50_000, 500_000)
     loader: Literal["stream", "eager"] = "stream"
+    row_digests: bool = True  # store.row_digests of the stream: rows checked when read, or whole shards when opened
     batches: Count = 200  # drawn and timed after the first
     batch_pairs: Count = 64
     solutions: Annotated[int, Field(ge=2)] = 8  # per problem, half of them right: 16 pairs
@@ -97,7 +98,7 @@ class DataWorkload:
         if settings.loader == "stream":
             check_free_space(folder, shape.stored_bytes(settings.pairs[-1]), elsewhere)
             self._shards = {size: [] for size in settings.pairs}
-            for smallest, info in write_store(folder, shape, settings.pairs):
+            for smallest, info in write_store(folder, shape, settings.pairs, by_row=settings.row_digests):
                 for size in settings.pairs[settings.pairs.index(smallest) :]:
                     self._shards[size].append(info)
                 yield

@@ -120,8 +120,10 @@ class SolutionPool:
         return self._text[start * CHARACTERS_PER_TOKEN : (start + tokens) * CHARACTERS_PER_TOKEN]
 
 
-def write_store(directory: Path, shape: StoreShape, sizes: Sequence[int]) -> Iterator[tuple[int, ShardInfo]]:
-    """Write the rollouts of the largest size (in pairs), one shard at a time.
+def write_store(
+    directory: Path, shape: StoreShape, sizes: Sequence[int], *, by_row: bool = True
+) -> Iterator[tuple[int, ShardInfo]]:
+    """Write the rollouts of the largest size (in pairs), one shard at a time, with digests `by_row` or without.
 
     Yields each shard with the smallest size that it belongs to: a size's rollouts are its own shards and those of all
     smaller sizes.
@@ -134,7 +136,7 @@ def write_store(directory: Path, shape: StoreShape, sizes: Sequence[int]) -> Ite
         while problem < end:
             stop = min(problem + per_shard, end)
             rollouts = [rollout for number in range(problem, stop) for rollout in pool.rollouts(number)]
-            yield size, shards.write(0, f"mint-{count:05d}", rollouts)
+            yield size, shards.write(0, f"mint-{count:05d}", rollouts, by_row=by_row)
             problem, count = stop, count + 1
 
 

@@ -90,6 +90,7 @@ class Told:
     hit_rate: float = 0.0  # of the last sample's warm passes
     distinct: float = 0.0
     padding: float = 0.0  # of the last sample's training
+    pairs_per_solution: float = 0.0  # of the last sample's first batch
     warm_over_cold: list[float] = field(default_factory=list)
     penalty_cost: list[float] = field(default_factory=list)
 
@@ -157,7 +158,8 @@ class VerifierWork:
             batch = await source.next_batch()
             assert batch is not None, "a pair stream has no end"
             first_batch_s = time.perf_counter() - began
-            trained_s = await self._train(source)
+            pairs_per_s = await self._train(source)
+        self._told.pairs_per_solution = len(batch) / len(batch.sequences)
         await self._price_the_penalty(batch)
         asked, own = len(self._rollouts), self._own
         self._told.warm_over_cold.append(own.warm_passes * cold_s / warm_s)
@@ -165,7 +167,7 @@ class VerifierWork:
             "cold_scores_per_s": asked / cold_s,
             "warm_scores_per_s": own.warm_passes * asked / warm_s,
             "first_batch_s": first_batch_s,
-            "pairs_per_s": own.steps * self._experiment.verifier.pairs / trained_s,
+            "pairs_per_s": pairs_per_s,
         }
 
     async def _score(self) -> tuple[float, float]:
@@ -196,7 +198,7 @@ class VerifierWork:
         )
 
     async def _train(self, source: PairSource) -> float:
-        """Seconds of `steps` training steps, batches and all."""
+        """Pairs per second of `steps` training steps, batches and all."""
         section, players = self._experiment.verifier, self._players
         objective = PairObjective(section, self._verifier.tokenizer.pad_id)
         trainer = Trainer(
@@ -208,15 +210,16 @@ class VerifierWork:
             precision=section.precision,
             waits_for="pairs",
         )
-        padding = []
+        padding, pairs = [], 0.0
         began = time.perf_counter()
         for _ in range(self._own.steps):
             report = await trainer.step()
             assert report is not None, "a pair stream has no end"
             padding.append(report.metrics["padding"])
+            pairs += report.metrics["pairs"]
         trained_s = time.perf_counter() - began
         self._told.padding = float(np.mean(padding))
-        return trained_s
+        return pairs / trained_s
 
     async def _price_the_penalty(self, batch: VerifierBatch) -> None:
         """Forward and backward with the penalty and without, in turn, each first as often; the medians count."""
@@ -248,13 +251,15 @@ class VerifierWork:
 
     def derived(self) -> dict[str, float]:
         """cache_hit_rate of the warm passes, distinct (share of the solutions), padding of the training's
-        micro-batches, warm_over_cold (ratio of the rates) and penalty_cost (share of a batch's forward and backward
-        that the penalty adds): the last two are medians over all samples, the warm-up's included."""
+        micro-batches, pairs_per_solution (of a batch), warm_over_cold (ratio of the rates) and penalty_cost (share of a
+        batch's forward and backward that the penalty adds): the last two are medians over all samples, the warm-up's
+        included."""
         told = self._told
         return {
             "cache_hit_rate": told.hit_rate,
             "distinct": told.distinct,
             "padding": told.padding,
+            "pairs_per_solution": told.pairs_per_solution,
             "warm_over_cold": median(told.warm_over_cold),
             "penalty_cost": median(told.penalty_cost),
             "solution_tokens": float(np.mean([len(r.completion_ids) for r in self._rollouts])),

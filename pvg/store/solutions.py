@@ -1,0 +1,128 @@
+"""The solutions of a shard, read row by row where they lie, and checked when they are read.
+
+Checking a whole shard on opening takes as long as reading all of it, and a verifier's first batch needs a hundred rows
+of a quarter of a million. So a shard that pairs are drawn from has a file of digests beside it (`mint-00000.digests`):
+one of all that is read on opening (labels, problems, questions, and where each row's text and tokens lie), and one of
+each row's text and tokens. Of this file the commit keeps the checksum.
+
+Invariant: no byte of a shard is used before it was found to be what was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pvg.records import Int32
+from pvg.store.atomic import DamagedFileError
+
+DIGESTS_SUFFIX = ".digests"
+DIGEST = 16  # bytes of a sha256 that are kept: against damage, not against forgers
+READ_ON_OPENING = ("problem_id", "question", "source", "correct", "well_formed")
+READ_BY_ROW = ("text", "completion_ids")
+
+
+class SolutionRow(NamedTuple):
+    """What a verifier is shown of a row: never its role, never its label."""
+
+    question: str
+    text: str
+    completion_ids: Int32
+    problem_id: str
+
+
+class MappedSolutions:
+    """One shard's solutions. `batch` are its columns: those of READ_ON_OPENING may be used, having been checked.
+
+    `digests` are what `digests_of` gave for the shard; None when all of the shard was checked before. Raises
+    DamagedFileError naming `path`.
+    """
+
+    def __init__(self, batch: pa.RecordBatch, path: Path, digests: bytes | None) -> None:
+        self.batch = batch
+        self._path = path
+        self._digests = digests
+        self._checked = bytearray(batch.num_rows)
+        try:
+            batch.validate()  # sizes only: no buffer is shorter than its column
+            self._values = _Values(batch)
+            if digests is not None and digests[:DIGEST] != _opening_digest(batch):
+                raise damaged(path, "its checksum of labels and places is not the committed one")
+        except (pa.ArrowException, ValueError) as error:
+            raise damaged(path, str(error).splitlines()[0]) from None
+        self._questions, self._problems = (batch.column(name) for name in ("question", "problem_id"))
+
+    def row(self, number: int) -> SolutionRow:
+        """The solution at this place of the shard. Raises DamagedFileError when it is not what was written."""
+        text, tokens = self._values.of(number)
+        if self._digests is not None and not self._checked[number]:
+            if self._digests[DIGEST * (number + 1) : DIGEST * (number + 2)] != _digest(text, tokens):
+                raise damaged(self._path, f"the checksum of row {number} is not the committed one")
+            self._checked[number] = 1
+        return SolutionRow(
+            self._questions[number].as_py(),
+            text.decode(),
+            np.frombuffer(tokens, np.int32).copy(),
+            self._problems[number].as_py(),
+        )
+
+
+def digests_of(batch: pa.RecordBatch) -> bytes:
+    """What the digest file of a shard holds: DIGEST bytes of what is read on opening, then as many of each row.
+
+    `batch` must have been read from the shard's bytes: its buffers are what is digested.
+    """
+    return b"".join([_opening_digest(batch), *(_digest(*row) for row in _Values(batch).all())])
+
+
+def damaged(path: Path, reason: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy, or resume from an earlier commit."
+    )
+
+
+class _Values:
+    """Bytes of text and tokens by row, through slices that stay inside of their buffers whatever the offsets say."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        text, tokens = (batch.column(name).buffers() for name in READ_BY_ROW)
+        self._text, self._tokens = memoryview(text[-1] or b""), memoryview(tokens[-1] or b"").cast("B")
+        rows = batch.num_rows
+        self._ends = [  # without rows there may be no buffer
+            np.frombuffer(buffers[1], np.int32, rows + 1) if rows else np.zeros(1, np.int32)
+            for buffers in (text, tokens)
+        ]
+
+    def of(self, row: int) -> tuple[bytes, bytes]:
+        (text, tokens) = ((int(ends[row]), int(ends[row + 1])) for ends in self._ends)
+        return bytes(self._text[slice(*text)]), bytes(self._tokens[4 * tokens[0] : 4 * tokens[1]])
+
+    def all(self) -> Iterator[tuple[bytes, bytes]]:
+        return map(self.of, range(len(self._ends[0]) - 1))
+
+
+def _digest(text: bytes, tokens: bytes) -> bytes:
+    digest = hashlib.sha256(len(text).to_bytes(8, "little"))
+    digest.update(text)
+    digest.update(tokens)
+    return digest.digest()[:DIGEST]
+
+
+def _opening_digest(batch: pa.RecordBatch) -> bytes:
+    digest = hashlib.sha256(f"{batch.num_rows}".encode())
+    buffers = [buffer for name in READ_BY_ROW for buffer in batch.column(name).buffers()[:-1]]
+    for name in READ_ON_OPENING:
+        column = batch.column(name)
+        buffers += column.buffers()
+        if isinstance(column, pa.DictionaryArray):
+            buffers += column.dictionary.buffers()
+    for buffer in buffers:
+        digest.update(f" {None if buffer is None else buffer.size} ".encode())
+        if buffer is not None:
+            digest.update(buffer)
+    return digest.digest()[:DIGEST]
