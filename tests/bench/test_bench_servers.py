@@ -284,7 +284,7 @@ def test_a_setting_that_the_server_does_not_have_is_refused(process: Process) ->
 
 
 def test_a_wrong_key_is_refused(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "another")
+    monkeypatch.setenv(KEY_VARIABLE, "the-key-of-somebody-else")
     assert "refuses the control key" in raised(process.url).message
 
 

@@ -79,7 +79,7 @@ class FakeVllm:
         self._boot()
 
     def _boot(self) -> None:
-        self.boot = secrets.token_hex(8)
+        self.boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)
         self.label = "default"
         self.weights: Weights | None = None
         self.adapters: dict[str, Weights] = {}
