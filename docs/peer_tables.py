@@ -19,8 +19,9 @@ HEADER = ("the work", "measure", "TRL", "pvg", "pvg is better by")
 
 
 def peer_lines(reports: Sequence[BenchReport], machine: Callable[[Environment], str] | None = None) -> Iterator[str]:
-    """One table of all rows, then the commands and the peer's versions and settings, which need not be the same.
+    """One table of all rows, then the commands and the peer's versions, which need not be the same.
     `machine` tells the machine of each report, where the page does not name one for all."""
+    reports = sorted(reports, key=lambda report: report.created)  # as `make bench-peers` takes them
     about = str(reports[0].config["profile"]["about"])
     yield f"## {NAME}"
     yield ""
@@ -70,16 +71,15 @@ def work_of(report: BenchReport) -> str:
 
 
 def how(report: BenchReport) -> str:
-    """Samples, versions, settings, and what the two sides counted."""
+    """Samples, versions, and what the two sides counted. The peer's settings are in the report."""
     theirs, ours = report.variants
     peer = report.config["peer"]
     versions = ", ".join(f"{package} {version}" for package, version in peer["versions"].items())
-    settings = ", ".join(f"{key} {value}" for key, value in peer["settings"].items())
     counted = [counts(name, theirs, ours) for name in ("completion_tokens", "solutions_forwarded")]
     return (
         f"{report.warmup} + {report.repeats} samples of each side in turn, {report.environment.threads} threads. "
         + "".join(filter(None, counted))
-        + f"TRL's side: {versions}; {settings}."
+        + f"TRL's side: {versions}."
     )
 
 

@@ -260,5 +260,5 @@ def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
     assert "2,048 pairs of 1,024 solutions of 45 tokens, batches of 128 pairs" in pairs
     assert "| 100 pairs/s | 400 pairs/s | 4.00x" in pairs
     assert "`python compare.py grpo`, 2026-11-21, 1 + 5 samples of each side in turn, 2 threads." in text
-    assert "Completion tokens: TRL 48, pvg 48. TRL's side: trl 1.16.0; bf16 False." in text
+    assert "Completion tokens: TRL 48, pvg 48. TRL's side: trl 1.16.0." in text
     assert "Solutions forwarded: TRL 4,096, pvg 1,024." in text
