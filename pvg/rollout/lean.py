@@ -15,6 +15,8 @@ so that rows of any age stand side by side.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,7 @@ CHANGING_ROTARY = frozenset({"dynamic", "longrope"})
 # Largest difference of logits from the module's, as a share of their norm: rounding in another order, nothing else.
 PARITY = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 PARITY_ROWS, PARITY_TOKENS = 3, 7
+HUGE_PAGE = 1 << 21
 
 
 class NotLeanError(Exception):
@@ -120,7 +123,7 @@ class LeanDecoder:
 
     def new_cache(self, rows: int, columns: int) -> LeanCache:
         shape = (len(self._layers), 2, rows, self._kv_heads, columns, self._width)
-        kv = torch.zeros(shape, dtype=self._embedding.dtype, device=self.device)
+        kv = _zeros(shape, self._embedding.dtype, self.device)
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None])
 
@@ -239,6 +242,16 @@ class LeanDecoder:
         gap = float((found_BV - wanted_BV).norm() / (wanted_BV.norm() + 1e-30))
         if not gap <= PARITY[self._embedding.dtype]:
             raise NotLeanError(f"its logits differ from the module's by {gap:.2g} of their norm")
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On Linux in huge pages: a step touches every row's columns, and with small pages each row costs a page walk."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or size < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory alive
 
 
 def _complaints(module: Any) -> Iterator[str]:

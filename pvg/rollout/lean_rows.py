@@ -30,7 +30,8 @@ from pvg.telemetry.spans import span
 # loop and back stay a small part.
 TURN_SHARE = 1 / 16
 TURN_STEPS = 16
-# The cache is made this much wider than needed, in columns: a slightly longer request is no reason for a new one.
+# Columns come in steps of this: a slightly longer request is no reason for a new cache. One more makes them odd:
+# rows at a power of two from each other would fight over the same lines of the processor's caches.
 COLUMNS = 32
 
 
@@ -148,7 +149,7 @@ class LeanRows:
             return
         have = (0, 0) if cache is None else (cache.rows, cache.columns)
         rows = have[0] if rows <= have[0] else min(self._max_rows, max(rows, 2 * have[0]))
-        columns = max(have[1], -(-needed // COLUMNS) * COLUMNS)
+        columns = max(have[1], -(-needed // COLUMNS) * COLUMNS + 1)
         new = _Slots.empty(rows, columns, max(stops, old.stop_RS.shape[1]))
         for target, source in zip(new.arrays(), old.arrays(), strict=True):
             target[tuple(slice(size) for size in source.shape)] = source
