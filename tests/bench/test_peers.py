@@ -235,7 +235,8 @@ PEER = {"name": "TRL", "versions": {"trl": "1.16.0"}, "settings": {"bf16": False
 
 def config(row: str, headline: str) -> dict[str, Any]:
     profile = {"profile": "peers", "name": "peers", "about": "pvg beside TRL", "headline": headline, "ladder": []}
-    return {"profile": profile, "experiment": {}, "interleave": True, "row": row, "peer": PEER}
+    experiment = {"verifier": {"pairing": "random"}}
+    return {"profile": profile, "experiment": experiment, "interleave": True, "row": row, "peer": PEER}
 
 
 def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
