@@ -98,6 +98,7 @@ bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run 
 	$(BIN)/python benchmarks/peers/compare.py grpo -s trl.torch_compile=true --out $(REPORTS)/peers-grpo-compiled.json
 	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json
 	$(BIN)/python benchmarks/peers/compare.py verifier --out $(REPORTS)/peers-verifier.json
+	$(BIN)/python benchmarks/peers/compare.py verifier -s verifier.pairing=problem --out $(REPORTS)/peers-verifier-by-problem.json
 	$(BIN)/python docs/make_benchmarks.py
 
 soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit by bit

@@ -59,9 +59,11 @@ def work_of(report: BenchReport) -> str:
     model = f"a Llama of {work['parameters'] / 1e6:.2f}M parameters{compiled}"
     if report.config["row"] == "verifier":
         tokens = number(report.variants[0].derived["solution_tokens"])
+        by_problem = report.config["experiment"]["verifier"]["pairing"] == "problem"
+        drawn = ", pvg's all of whole problems (verifier.pairing = problem)" if by_problem else ""
         return (
             f"verifier training: {number(work['pairs_formed'])} pairs of {number(work['solutions'])} solutions of "
-            f"{tokens} tokens, batches of {work['pairs']} pairs, {model}"
+            f"{tokens} tokens, batches of {work['pairs']} pairs{drawn}, {model}"
         )
     tokens = f"up to {work['max_tokens']}" if work["stops"] else str(work["max_tokens"])
     return (

@@ -252,7 +252,7 @@ def _trial(row: Row, name: str, side: Side) -> Trial:
 def _check_alike(row: Row, derived: Sequence[Mapping[str, float]]) -> None:
     theirs, ours = derived
     for key, tolerance in ALIKE.items():
-        allowed = DRAWN if key == "completion_tokens" and row.work["stops"] else tolerance
+        allowed = DRAWN if key == "completion_tokens" and row.work.get("stops") else tolerance
         if key in theirs and abs(ours[key] - theirs[key]) > allowed * theirs[key]:
             raise OtherWorkError(f"The sides' {key} differ: TRL has {theirs[key]:g}, pvg {ours[key]:g}.")
 

@@ -222,6 +222,7 @@ def test_without_the_peer_it_says_how_to_get_it(tmp_path: Path) -> None:
 def test_sides_of_other_work_have_no_ratio() -> None:
     fixed, drawn = compare.read_row("grpo", []), compare.read_row("grpo", ["work.stops=true"])
     compare._check_alike(drawn, [{"completion_tokens": 32.0}, {"completion_tokens": 33.0}])
+    compare._check_alike(compare.read_row("verifier", []), [{"solution_tokens": 45.0}] * 2)
     for row, ours in ((fixed, 33.0), (drawn, 36.0)):
         with pytest.raises(compare.OtherWorkError, match="completion_tokens"):
             compare._check_alike(row, [{"completion_tokens": 32.0}, {"completion_tokens": ours}])
@@ -234,7 +235,8 @@ PEER = {"name": "TRL", "versions": {"trl": "1.16.0"}, "settings": {"bf16": False
 
 def config(row: str, headline: str) -> dict[str, Any]:
     profile = {"profile": "peers", "name": "peers", "about": "pvg beside TRL", "headline": headline, "ladder": []}
-    return {"profile": profile, "experiment": {}, "interleave": True, "row": row, "peer": PEER}
+    experiment = {"verifier": {"pairing": "random"}}
+    return {"profile": profile, "experiment": experiment, "interleave": True, "row": row, "peer": PEER}
 
 
 def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
