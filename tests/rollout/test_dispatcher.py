@@ -183,7 +183,7 @@ def test_with_the_torch_engine_a_run_repeats_bit_by_bit_in_full_batches() -> Non
         return found
 
     (first, mean_batch), (second, _) = play(), play()
-    assert mean_batch == 15  # 16, 16, 16, 12: a freed place is taken again before the next batch starts
+    assert 12 < mean_batch < 16  # a freed place is taken again at once, until none is left to take it
     for one, other in zip(first, second, strict=True):
         for left, right in zip(one.rollouts, other.rollouts, strict=True):
             assert left.text == right.text == TOKENIZER.decode(left.completion_ids)

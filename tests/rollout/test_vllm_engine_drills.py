@@ -374,7 +374,7 @@ def test_closing_ends_the_requests_in_flight_as_an_engine_that_is_closed(tmp_pat
             assert isinstance(outcome, StateError)
             assert "closed" in outcome.message
         await until(lambda: d.running() == 0)
-        with pytest.raises(RuntimeError, match="pool is closed"):
+        with pytest.raises(StateError, match="closed"):
             await d.engine.generate(request(1))
 
     run(use, tmp_path, token_ms=20.0)
