@@ -224,6 +224,8 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append("verifier.solutions_per_problem has no effect on verifier.pairing = 'random'")
     if training.lora_alpha != type(training).model_fields["lora_alpha"].default and training.lora_rank == 0:
         found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
+    if experiment.rollout.decoding == "module" and "batching" in experiment.rollout.model_fields_set:
+        found.append("rollout.batching has no effect on rollout.decoding = 'module', which decodes whole batches")
     found += _idle_servers(experiment)
     rollout = experiment.rollout
     if rollout.group_deadline_s is not None and training.loss != "spo" and rollout.min_group == rollout.group_size:

@@ -101,7 +101,7 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
 
 def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: float) -> dict[str, float]:
     """How a batch was sampled in `seconds`, `engine` being what its engine did meanwhile. Latencies (seconds) are of
-    single rollouts, from the request until the engine hands it over: with the torch engine, the end of its batch."""
+    single rollouts, from the request until the engine hands it over."""
     latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
     p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
     tokens = sum(len(r.completion_ids) for r in rollouts)

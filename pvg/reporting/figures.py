@@ -68,7 +68,7 @@ SHOWN: dict[str, Shown] = {
     "latency_p50_s": Shown("latency p50", "seconds", False),
     "latency_p90_s": Shown("latency p90", "seconds", False),
     "latency_p99_s": Shown("latency p99", "seconds", False),
-    "engine_batch": Shown("rows per decoded batch", "number"),
+    "engine_batch": Shown("rows per decoding step", "number"),
     "prefix_share": Shown("shared prompt tokens", "share", True),
     "padding": Shown("padding", "share", False),
     "trainer_idle": Shown("trainer idle", "share", False),

@@ -208,7 +208,7 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
         *_in(PROVER, "latency_p90_s", "s", LOWER, f"90th percentile of the latency {latency}"),
         *_in(PROVER, "latency_p99_s", "s", LOWER, f"99th percentile of the latency {latency}"),
-        *_in(PROVER, "engine_batch", "rows", HIGHER, "Mean rows of the batches that the engine decoded."),
+        *_in(PROVER, "engine_batch", "rows", HIGHER, "Unfinished rows of a decoding step, mean over the steps."),
         *_in(PROVER, "prefix_share", "share", HIGHER, "Prompt tokens whose computation was shared with another row."),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),

@@ -46,7 +46,7 @@ from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import generator_for, seed_for
 from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
-from pvg.rollout.engine import Engine, EngineStats, Sampling
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.tasks import Task, open_task
 from pvg.telemetry.spans import span
 
@@ -72,12 +72,14 @@ IDLE = {"trainer_idle": Measure("1", "lower", "share of the wall time in which t
 class Settings(Section):
     """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts; `batches`, for a replay, is
     how many of the run's batches a sample goes through (at most, evenly spread over the run). `fixed_length`: every
-    completion has rollout.max_tokens tokens. `engine`: who samples where rollout.engine is "torch"."""
+    completion has rollout.max_tokens tokens; `uneven_length`: each a number of its own from 1 to that. `engine`: who
+    samples where rollout.engine is "torch"."""
 
     engine: Literal["pvg", "transformers"] = "pvg"
     rollouts: Count = 256
     prompt_tokens: Count | None = None  # random ones; None: the task's prompts
     fixed_length: bool = False
+    uneven_length: bool = False
     seed: int = 0
     batches: Count = 4
 
@@ -127,7 +129,9 @@ class RolloutWorkload:
 
                 self._engine = open_generate_engine(self._players)
                 stack.push_async_callback(self._engine.close)
-            self._dispatcher = dispatcher(self._players, self._engine, fixed_length=self._own.fixed_length)
+            asked: Any = _Uneven(self._engine) if self._own.uneven_length else self._engine
+            no_stop = self._own.fixed_length or self._own.uneven_length
+            self._dispatcher = dispatcher(self._players, asked, fixed_length=no_stop)
             self._batches = recorded or [self._fixed()]
             stack.pop_all()  # opened: from here on `close` frees it
 
@@ -163,8 +167,9 @@ class RolloutWorkload:
             "top_k": rollout.top_k,
             "seed": self._own.seed,
         }
-        if self._own.fixed_length:
-            found["fixed_length"] = True
+        for lengths in ("fixed_length", "uneven_length"):
+            if getattr(self._own, lengths):
+                found[lengths] = True
         if self._replay is not None:
             found |= {
                 "replay": self._replay.name,
@@ -235,6 +240,21 @@ class RolloutWorkload:
     async def close(self) -> None:
         await self._engine.close()  # twice, where it is the players' own: the second time does nothing
         await self._players.close()
+
+
+class _Uneven:
+    """An engine that shortens each request by a number that its seed decides, so that rows end at all times."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        longest = request.sampling.max_tokens
+        shorter = replace(request.sampling, max_tokens=1 + request.seed % longest)
+        return await self._engine.generate(replace(request, sampling=shorter))
 
 
 def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:
