@@ -6,7 +6,7 @@
 
 What it saves over the module: the Python of some twenty submodules per layer, the query, key and value projections as
 three products and the gate and up projections as two, a mask per layer, and the attention kernel where plain batched
-products are faster.
+products are faster. All of it is plain torch and chosen by device; so far it has run on CPUs only.
 
 Invariants: the weights are the module's own (its parameters become views of fused matrices), so loading in place
 reaches both; `over` has compared the logits of both on the weights they share. A row's columns in the cache begin at 0,
