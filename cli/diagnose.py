@@ -12,7 +12,7 @@ from cli.options import RunsOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from pvg.experiment import Telemetry
+    from pvg.sections import Telemetry
 
 ANY = "any"
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from cli.resolve import DEFAULT_EXPERIMENT, resolve
 from pvg.errors import MissingRequirementError, StateError, UsageError
-from pvg.experiment import Experiment, Store, differences, load_experiment, read_override
+from pvg.experiment import Experiment, differences, load_experiment, read_override
 from pvg.reporting.run_summary import read_run, unfinished_runs
+from pvg.sections import Store
 from pvg.store.run_directory import RunDirectory
 
 

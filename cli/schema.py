@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pvg.experiment import TASKS, Experiment
+from pvg.experiment import Experiment
+from pvg.sections import TASKS
 
 
 def setting_rows() -> list[tuple[str, str, Any]]:

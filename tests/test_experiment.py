@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError, UsageError
 from pvg.experiment import (
-    TASKS,
     Experiment,
     build_experiment,
     differences,
@@ -21,6 +20,7 @@ from pvg.experiment import (
     shipped_directories,
     valid_keys,
 )
+from pvg.sections import TASKS
 
 SHIPPED = sorted(path for place in shipped_directories() for path in place.glob("*.toml"))
 

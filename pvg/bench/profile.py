@@ -19,9 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pvg.errors import ConfigurationError
 from pvg.experiment import (
-    Count,
     Experiment,
-    Section,
     assign,
     build_experiment,
     find_experiment,
@@ -32,6 +30,7 @@ from pvg.experiment import (
     shipped_directories,
     valid_keys,
 )
+from pvg.sections import Count, Section
 from pvg.store.run_directory import RunDirectory
 
 OWN_KEYS = ("warmup", "repeats")  # of a profile, that --set may change

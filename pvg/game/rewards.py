@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.experiment import Game
 from pvg.records import Float32
+from pvg.sections import Game
 
 Bools = NDArray[np.bool_]
 

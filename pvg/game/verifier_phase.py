@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pvg import experiment
+from pvg import sections
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.seeds import seed_for
@@ -106,7 +106,7 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
     )
 
 
-def optimizer_settings(section: experiment.Verifier) -> OptimizerSettings:
+def optimizer_settings(section: sections.Verifier) -> OptimizerSettings:
     """What trains a verifier, by its section."""
     return OptimizerSettings(
         learning_rate=section.learning_rate,

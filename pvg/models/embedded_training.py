@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.experiment import ModchainTask
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import EMBEDDED
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem
+from pvg.sections import ModchainTask
 from pvg.tasks.modchain import Modchain, chain_problem
 from pvg.tasks.modchain_traces import clean_trace, flawed_trace, possible_mistakes
 

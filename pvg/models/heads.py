@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, UsageError
-from pvg.experiment import Verifier
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
 from pvg.models.tokenizer import Tokenizer
+from pvg.sections import Verifier
 
 # Spellings of the two answers, the likeliest first token of an answer to pvg.verifier.template's question first.
 ANSWERS = (("yes", "no"), ("Yes", "No"), (" yes", " no"), (" Yes", " No"))

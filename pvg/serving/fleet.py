@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.errors import PvgError, ServerUnavailableError, StateError
-from pvg.experiment import Serving
+from pvg.sections import Serving
 from pvg.serving.control import ControlClient, Delivery, ServerInfo
 from pvg.serving.labels import Label
 from pvg.serving.pool import Broken, ServerFault, Silent, Unreachable

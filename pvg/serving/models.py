@@ -27,7 +27,8 @@ import orjson
 import pvg
 from pvg import errors
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
-from pvg.experiment import Experiment, ModelSection, nearest
+from pvg.experiment import Experiment, nearest
+from pvg.sections import ModelSection
 from pvg.store.atomic import make_directory, sync_directory, temporary_beside
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pvg.experiment import TaskSection
+from pvg.sections import TaskSection
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.halves import half_of, problems_of_half
 from pvg.tasks.modchain import Modchain

@@ -16,8 +16,8 @@ from pathlib import Path
 import orjson
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import Gsm8kTask
 from pvg.records import Grade, Problem, Split
+from pvg.sections import Gsm8kTask
 from pvg.tasks.answers import extract, parse_number
 
 SHORT_ID = 8

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pvg.errors import ConfigurationError
-from pvg.experiment import ModchainTask
 from pvg.records import Grade, Problem, Split
+from pvg.sections import ModchainTask
 
 # A space of at most this many times the problems asked of it is shuffled whole: drawing from it until something new
 # comes up would take ever longer as it empties.

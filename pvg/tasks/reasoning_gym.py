@@ -20,8 +20,8 @@ from typing import Any
 import orjson
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import ReasoningGymTask
 from pvg.records import Grade, Problem, Split
+from pvg.sections import ReasoningGymTask
 from pvg.tasks.answer_screen import UNSAFE_GRADERS, refusal
 
 # Items drawn per problem asked for, to replace questions that come twice.

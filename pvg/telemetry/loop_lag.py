@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from pvg.experiment import Telemetry
+from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pvg.experiment import Telemetry
+from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.events import format_event

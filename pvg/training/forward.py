@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg import experiment
+from pvg import sections
 from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import distinct_prompts, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
@@ -22,7 +22,7 @@ from pvg.training.batch import PolicyBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardSettings:
-    """`token_budget` is the most positions of a forward pass, padding included; the rest as in experiment.Training."""
+    """`token_budget` is the most positions of a forward pass, padding included; the rest as in sections.Training."""
 
     temperature: float
     token_budget: int
@@ -35,7 +35,7 @@ class ForwardSettings:
     precision: str = "float32"
 
     @classmethod
-    def of(cls, section: experiment.Training, temperature: float, pad_id: int) -> ForwardSettings:
+    def of(cls, section: sections.Training, temperature: float, pad_id: int) -> ForwardSettings:
         return cls(
             temperature,
             section.micro_batch_tokens,

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg import experiment
+from pvg import sections
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
@@ -145,7 +145,7 @@ class PolicyObjective:
     Log-probs are those of the sampling temperature, for the temperature belongs to the policy that is trained.
     """
 
-    def __init__(self, section: experiment.Training, rollout: experiment.Rollouts, pad_id: int) -> None:
+    def __init__(self, section: sections.Training, rollout: sections.Rollouts, pad_id: int) -> None:
         if section.loss not in LOSSES:
             raise ConfigurationError(f"There is no loss {section.loss!r}.", f"Known: {', '.join(LOSSES)}.")
         self._loss = LOSSES[section.loss]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg import experiment
+from pvg import sections
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Int32
 from pvg.store.pairs import Pairs, PairStream
@@ -36,7 +36,7 @@ class PairSource:
         stream: PairStream,
         template: VerifierTemplate,
         model: VerifierModel,
-        section: experiment.Verifier,
+        section: sections.Verifier,
         *,
         executor: Executor,
         start_step: int = 0,
@@ -116,7 +116,7 @@ class PairSource:
         return self._references_R[rows_N]
 
 
-def _drawing(stream: PairStream, section: experiment.Verifier) -> Callable[[int], Pairs]:
+def _drawing(stream: PairStream, section: sections.Verifier) -> Callable[[int], Pairs]:
     """Step -> its pairs."""
     if section.pairing == "random":
         return lambda step: stream.draw(step, section.pairs)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from pvg import experiment
+from pvg import sections
 from pvg.models.padding import pad_right
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.batch import VerifierBatch
@@ -51,7 +51,7 @@ class PairObjective:
     """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
     score_gap (mean over pairs of V_c - V_i), pairs, padding (share of the positions that hold no token)."""
 
-    def __init__(self, section: experiment.Verifier, pad_id: int) -> None:
+    def __init__(self, section: sections.Verifier, pad_id: int) -> None:
         self._loss = LOSSES[section.loss]
         self._score_penalty = section.score_penalty
         self._token_budget = section.micro_batch_tokens

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pvg.errors import ConfigurationError, ServerUnavailableError
-from pvg.experiment import Serving
 from pvg.records import Float32
+from pvg.sections import Serving
 from pvg.serving.control import ControlClient, ServerInfo, check_shape
 from pvg.serving.fleet import Fleet, Server, StaleWeights
 from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError
-from pvg.experiment import Verifier
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
 from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
+from pvg.sections import Verifier
 from pvg.serving.labels import salt
 from pvg.serving.pool import Malformed
 from pvg.verifier.backend import ScoreInput

@@ -18,7 +18,7 @@ from made_reports import higher, lower, made_report, variant
 from pvg.bench.runner import Trial, run_trials
 from pvg.bench.workload import Measure
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.experiment import ModchainTask
+from pvg.sections import ModchainTask
 from pvg.tasks.modchain import Modchain, chain_problem
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pvg.experiment import Game
 from pvg.game.rewards import REWARDS, Outcomes, centred_scores, rewards
+from pvg.sections import Game
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None):

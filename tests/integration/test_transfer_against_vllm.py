@@ -26,8 +26,8 @@ from vllm_servers import (
     vllm_python,
 )
 
-from pvg.experiment import ModelSection, Weights
 from pvg.models import open_model
+from pvg.sections import ModelSection, Weights
 from pvg.serving.control import Delivery
 from pvg.serving.labels import Label, Session
 from pvg.serving.pool import Refused

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from pvg.experiment import ModchainTask, Models, ModelSection
 from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
@@ -23,6 +22,7 @@ from pvg.models.embedded_training import (
     train,
 )
 from pvg.models.sources import EMBEDDED, embedded_names
+from pvg.sections import ModchainTask, Models, ModelSection
 from pvg.tasks.modchain import Modchain, chain_problem
 from pvg.tasks.modchain_traces import clean_trace
 

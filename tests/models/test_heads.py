@@ -9,7 +9,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg import experiment
+from pvg import sections
 from pvg.errors import ConfigurationError
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import HEADS, answer_tokens, build_verifier
@@ -43,7 +43,7 @@ def open_tiny(dtype: torch.dtype = torch.float32, seed: int = 0, *, tied: bool =
 
 
 def build(head: str, dtype: torch.dtype = torch.float32, *, moved: bool = True, beta: float = 1.0, tied: bool = False):
-    model = build_verifier(experiment.Verifier(head=head, beta=beta), open_tiny(dtype, tied=tied))
+    model = build_verifier(sections.Verifier(head=head, beta=beta), open_tiny(dtype, tied=tied))
     if moved:
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -192,7 +192,7 @@ def test_a_tokenizer_without_the_words_is_refused_and_the_model_closed(tokenizer
     language_model = open_tiny()
     language_model.tokenizer = tokenizer
     with pytest.raises(ConfigurationError, match="no single tokens"):
-        build_verifier(experiment.Verifier(head="yes_token"), language_model)
+        build_verifier(sections.Verifier(head="yes_token"), language_model)
     assert language_model.closed
 
 

@@ -10,11 +10,12 @@ import pytest
 from event_logs import Log, steps
 
 from pvg.errors import UsageError
-from pvg.experiment import Telemetry, valid_keys
+from pvg.experiment import valid_keys
 from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
 from pvg.reporting.diagnosis.lines import parse_line
 from pvg.reporting.diagnosis.tally import NAMES, Tally
 from pvg.reporting.diagnosis.updates import DONE_TRACES, OPEN_TRACES
+from pvg.sections import Telemetry
 from pvg.telemetry.loop_lag import LagWindow
 
 

@@ -8,7 +8,6 @@ import pytest
 from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
-from pvg.experiment import Training
 from pvg.reporting.page.learning import learning_section
 from pvg.reporting.page.several_page import (
     distinct_names,
@@ -18,6 +17,7 @@ from pvg.reporting.page.several_page import (
     several_page,
 )
 from pvg.reporting.run_summary import read_run
+from pvg.sections import Training
 from pvg.store.run_directory import RunDirectory
 
 

@@ -30,9 +30,9 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
 from patience import until  # noqa: E402
 
-from pvg.experiment import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
 from pvg.rollout.vllm.engine import Needs, VllmEngine  # noqa: E402
+from pvg.sections import Serving, Weights  # noqa: E402
 from pvg.serving.control import ControlClient  # noqa: E402
 from pvg.serving.labels import Session  # noqa: E402
 from pvg.serving.limits import ConnectionLimits  # noqa: E402

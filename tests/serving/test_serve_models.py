@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.experiment import Experiment, ModelSection, build_experiment
+from pvg.experiment import Experiment, build_experiment
 from pvg.models import open_model
 from pvg.models.heads import ScalarHead
+from pvg.sections import ModelSection
 from pvg.serving.models import EMBEDDED, export_classifier, make_folder, model_folder
 
 VERIFIER = "embedded:modchain-verifier-small"

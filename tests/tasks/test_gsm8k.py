@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import Gsm8kTask
 from pvg.records import Problem
+from pvg.sections import Gsm8kTask
 from pvg.tasks import half_of, open_task
 from pvg.tasks.answers import parse_number
 from pvg.tasks.gsm8k import Gsm8k

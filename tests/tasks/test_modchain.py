@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
-from pvg.experiment import ModchainTask
+from pvg.sections import ModchainTask
 from pvg.tasks import open_task
 from pvg.tasks.modchain import Modchain, chain_problem
 

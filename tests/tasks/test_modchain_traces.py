@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.experiment import ModchainTask
+from pvg.sections import ModchainTask
 from pvg.tasks.modchain import Modchain, chain_problem
 from pvg.tasks.modchain_traces import MISTAKES, clean_trace, flawed_trace, possible_mistakes
 

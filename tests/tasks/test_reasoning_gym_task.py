@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import ReasoningGymTask
+from pvg.sections import ReasoningGymTask
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import read_answer
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from pvg.experiment import Telemetry
+from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.events import EventLog, format_event
 

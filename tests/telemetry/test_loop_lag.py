@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.experiment import Telemetry
+from pvg.sections import Telemetry
 from pvg.telemetry.event_loop import runner
 from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor, warnings
 

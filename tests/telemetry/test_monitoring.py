@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pvg.errors import MissingRequirementError
-from pvg.experiment import Telemetry
+from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.loop_lag import LagWindow

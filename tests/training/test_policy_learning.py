@@ -9,8 +9,8 @@ import torch
 import transformers
 from table_policy import policy_batch
 
-from pvg.experiment import Rollouts, Training
 from pvg.records import Role
+from pvg.sections import Rollouts, Training
 from pvg.training.credit import advantages, tracked_advantages
 from pvg.training.losses import LOSSES, PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from table_policy import TablePolicy, policy_batch
 
 from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.experiment import Rollouts, Training
+from pvg.sections import Rollouts, Training
 from pvg.telemetry.metrics import Metrics
 from pvg.training.losses import LOSSES, PolicyObjective
 

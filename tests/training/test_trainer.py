@@ -15,7 +15,7 @@ from table_policy import TablePolicy, policy_batch
 from torch import nn
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
-from pvg.experiment import Rollouts, Training
+from pvg.sections import Rollouts, Training
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective

@@ -12,7 +12,7 @@ from aiohttp import web
 from tiny_verifiers import digits_tokenizer, language_model, perturb
 from torch.func import functional_call
 
-from pvg import experiment
+from pvg import experiment, sections
 from pvg.models.heads import build_verifier
 from pvg.verifier.cache import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
@@ -41,7 +41,7 @@ class Heard:
 
 def base(head):
     """A verifier at its start, as servers are started with it."""
-    return build_verifier(experiment.Verifier(head=head, beta=BETA), language_model(digits_tokenizer()))
+    return build_verifier(sections.Verifier(head=head, beta=BETA), language_model(digits_tokenizer()))
 
 
 class Told:

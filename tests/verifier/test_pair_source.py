@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
 
-from pvg import experiment
+from pvg import sections
 from pvg.models.heads import build_verifier
 from pvg.models.padding import pad_right
 from pvg.store.pairs import PairStream, PairView
@@ -19,7 +19,7 @@ from pvg.verifier.measures import auc
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 
-SECTION = experiment.Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
+SECTION = sections.Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def open_stream(directory, rollouts):
 
 def open_verifier(head="implicit", **options):
     return build_verifier(
-        experiment.Verifier(head=head, **options), language_model(digits_tokenizer(), seed=2, spread=0.05)
+        sections.Verifier(head=head, **options), language_model(digits_tokenizer(), seed=2, spread=0.05)
     )
 
 
@@ -157,7 +157,7 @@ def test_by_problem_every_problem_counts_alike(tmp_path, executor):
 
 
 def test_a_head_without_a_reference_gets_none(tmp_path, executor):
-    section = experiment.Verifier(head="scalar", pairs=4)
+    section = sections.Verifier(head="scalar", pairs=4)
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 4)), open_verifier("scalar"), executor, section)
     assert asyncio.run(source.next_batch()).references_N is None
 

@@ -13,7 +13,7 @@ from control_server import ControlServer, with_servers
 from safetensors.torch import load_file
 
 from pvg.errors import ConfigurationError
-from pvg.experiment import Weights
+from pvg.sections import Weights
 from pvg.serving.control import ControlClient, Delivery
 from pvg.serving.labels import Label, Session
 from pvg.serving.pool import Broken

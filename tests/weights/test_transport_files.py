@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import Weights
+from pvg.sections import Weights
 from pvg.serving.control import ControlClient, Delivery
 from pvg.serving.labels import Label, Session
 from pvg.serving.pool import Broken, Refused, Silent, Unreachable

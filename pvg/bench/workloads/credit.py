@@ -26,8 +26,8 @@ from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.experiment import Count, Section
 from pvg.records import Float32
+from pvg.sections import Count, Section
 from pvg.telemetry.spans import span
 from pvg.training.credit import EPSILON, advantages
 from pvg.verifier.losses import bradley_terry

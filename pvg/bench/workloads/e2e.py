@@ -27,7 +27,7 @@ from typing import Any
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.errors import ConfigurationError
-from pvg.experiment import Count, Experiment, Section
+from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.prover_phase import ProverPhase, open_learner
@@ -38,6 +38,7 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout
+from pvg.sections import Count, Section
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver

@@ -35,7 +35,7 @@ from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.data_store import check_free_space
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts
 from pvg.bench.workloads.loop_engine import JOINS, RecordedEngine, recorded
-from pvg.experiment import Count, Experiment, Positive, Section
+from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
@@ -43,6 +43,7 @@ from pvg.game.states import Phase
 from pvg.records import BASE_SOURCE, Group, Problem, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
+from pvg.sections import Count, Positive, Section
 from pvg.store.atomic import write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task

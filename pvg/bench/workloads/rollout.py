@@ -40,13 +40,13 @@ from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
 from pvg.errors import ConfigurationError
-from pvg.experiment import Count, Section
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import generator_for, seed_for
 from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
+from pvg.sections import Count, Section
 from pvg.tasks import Task, open_task
 from pvg.telemetry.spans import span
 

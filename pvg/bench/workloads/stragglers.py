@@ -27,7 +27,7 @@ from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
 from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine, drawn_lengths
 from pvg.errors import ConfigurationError
-from pvg.experiment import Count, Experiment, Positive, Section
+from pvg.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
 from pvg.game.statistics import cut_metrics
@@ -37,6 +37,7 @@ from pvg.records import BASE_SOURCE, Group
 from pvg.rollout.deadlines import training_deadline
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
+from pvg.sections import Count, Positive, Section
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
 

@@ -23,8 +23,9 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.sync_load import RATES, TIMES, Streams, Update, open_target, time_measures, times
 from pvg.errors import ConfigurationError
-from pvg.experiment import Count, Experiment, Section
+from pvg.experiment import Experiment
 from pvg.rollout.engine import Sampling
+from pvg.sections import Count, Section
 from pvg.telemetry.spans import span
 
 MEASURES: dict[str, Measure] = (

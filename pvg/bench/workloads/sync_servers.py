@@ -29,8 +29,9 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.sync_load import PERCENTILES, RATES, Streams, Update, open_target, time_measures, times
 from pvg.errors import ServerUnavailableError
-from pvg.experiment import Count, Experiment, Section
+from pvg.experiment import Experiment
 from pvg.rollout.engine import Sampling
+from pvg.sections import Count, Section
 from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor
 from pvg.telemetry.spans import span
 

@@ -39,11 +39,12 @@ from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.bench.workloads.replay import recorded_batches, rewards_of
 from pvg.errors import ConfigurationError
-from pvg.experiment import Count, Experiment, Section, build_experiment
+from pvg.experiment import Experiment, build_experiment
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
+from pvg.sections import Count, Section
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch

@@ -33,8 +33,7 @@ from torch.cuda import synchronize
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.errors import ConfigurationError
-from pvg.experiment import Count, Experiment, Section
-from pvg.experiment import Verifier as VerifierSection
+from pvg.experiment import Experiment
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.game.seeds import draw_cyclic, generator_for, seed_for
@@ -42,6 +41,8 @@ from pvg.game.verifier_phase import optimizer_settings
 from pvg.models.heads import VerifierModel
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
+from pvg.sections import Count, Section
+from pvg.sections import Verifier as VerifierSection
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks import open_task

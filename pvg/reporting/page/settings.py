@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 
-from pvg.experiment import TASKS, Experiment
+from pvg.experiment import Experiment
 from pvg.reporting.page.document import Section, details
 from pvg.reporting.page.markup import Html, Piece, table, tag
+from pvg.sections import TASKS
 
 UNSET = "unset"
 

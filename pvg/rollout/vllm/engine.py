@@ -30,7 +30,6 @@ from pvg.errors import (
     StateError,
     WeightsNotArrivedError,
 )
-from pvg.experiment import Serving
 from pvg.records import Float32, Int32, Timing, VersionSpan
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
 from pvg.rollout.vllm.wire import (
@@ -42,6 +41,7 @@ from pvg.rollout.vllm.wire import (
     read_generated,
     read_prompt_logprobs,
 )
+from pvg.sections import Serving
 from pvg.serving.control import ControlClient, Delivery, ServerInfo, check_shape
 from pvg.serving.fleet import Fleet, Server, StaleWeights
 from pvg.serving.labels import BROKEN, Label, Session, salt

