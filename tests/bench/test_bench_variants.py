@@ -243,7 +243,7 @@ def test_every_shipped_profile_and_its_ladder_can_be_planned(name: str) -> None:
 
 @pytest.mark.parametrize("interleave", [True, False])
 def test_variants_that_take_turns_compute_in_one_thread(interleave: bool) -> None:
-    """One each would slow all of them down: see pvg.game.players.compute_executor."""
+    """One each would slow all of them down: see pvg.models.compute."""
     executors: list[Executor | None] = []
 
     def make(settings: BenchSettings) -> Workload:

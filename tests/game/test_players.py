@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from pvg.experiment import build_experiment
 from pvg.game import players
+from pvg.models import compute
 from pvg.tasks import open_task
 
 
@@ -22,14 +26,46 @@ def _threads() -> Iterator[None]:
 
 def test_the_threads_of_one_experiment_do_not_stay_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep over models.threads opens one after the other in one process; 0 is torch's own choice each time."""
-    monkeypatch.setattr(players, "ALL_THREADS", 2)
+    monkeypatch.setattr(compute, "ALL_THREADS", 2)
 
     async def opened(threads: int) -> list[int]:
         experiment = build_experiment({"models": {"threads": threads}})
         found = players.Players(experiment, open_task(experiment.task))
         try:
-            return [torch.get_num_threads(), await found.compute(torch.get_num_threads)]
+            return [found.threads, await found.compute(torch.get_num_threads)]
         finally:
             await found.close()
 
     assert [asyncio.run(opened(threads)) for threads in (1, 0, 1)] == [[1, 1], [2, 2], [1, 1]]
+
+
+POOLS = """
+import os
+import torch
+from pvg.experiment import build_experiment
+from pvg.game.players import Players
+from pvg.tasks import open_task
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def work():  # far above the size from which torch works in parallel
+    torch.ones(4_000_000).mul_(2.0)
+
+before = count()
+experiment = build_experiment({"models": {"threads": 3}})
+players = Players(experiment, open_task(experiment.task))
+players.executor.submit(work).result()
+pool = count()
+work()
+print(pool - before, count() - pool)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
+def test_the_compute_thread_alone_has_a_pool() -> None:
+    """A second pool puts both to sleep between operations (pvg.models.compute). In a process that has none yet."""
+    found = subprocess.run([sys.executable, "-c", POOLS], capture_output=True, text=True, check=True, timeout=300)
+    grown, second = map(int, found.stdout.split())
+    assert grown == 3  # the compute thread and two more for its pool of three
+    assert second == 0
