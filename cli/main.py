@@ -14,9 +14,11 @@ import typer
 from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, serve, train
 from cli.boundary import Commands
 from pvg import __version__
+from pvg.spinning import bound_spinning
 
 # transformers draws progress bars of its own while it unpacks weights, right through the live display.
 os.environ.setdefault("TQDM_DISABLE", "1")
+bound_spinning()
 
 app = typer.Typer(
     name="pvg",

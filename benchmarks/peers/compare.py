@@ -26,6 +26,7 @@ from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
 from cli.bench_tables import number
+from pvg import spinning
 from pvg.bench.environment import read_environment, usable_cores
 from pvg.bench.gains import gains
 from pvg.bench.report import BenchReport, write_report
@@ -171,7 +172,8 @@ def sides(row: Row, folder: Path, shared: Mapping[str, Any], peer: Path) -> dict
         "HF_HOME": str(folder / "hugging-face"),
         "TOKENIZERS_PARALLELISM": "true",
     }
-    ours = environment | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    ours = environment | {spinning.VARIABLE: str(spinning.TURNS)}  # as `pvg` itself has it
+    ours |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     theirs = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
     workers = {"TRL": (peer, "trl", theirs), "pvg": (Path(sys.executable), "pvg", ours)}
     return {

@@ -1,0 +1,5 @@
+"""Before any test imports torch."""
+
+from pvg.spinning import bound_spinning
+
+bound_spinning()

@@ -1,0 +1,32 @@
+"""How long torch's threads spin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = "import cli.main, os; print(os.environ.get('GOMP_SPINCOUNT', '-'))"
+LATE = "import torch; from pvg.spinning import bound_spinning; print(bound_spinning())"
+
+
+def say(code: str, **variables: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=clean | variables, capture_output=True, text=True, check=True, timeout=300
+    )
+    return ran.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("variables", "turns"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "-")],
+)
+def test_the_command_bounds_spinning_unless_the_user_decided(variables: dict[str, str], turns: str) -> None:
+    assert say(COMMAND, **variables) == turns
+
+
+def test_once_torch_is_loaded_it_is_too_late_and_said_so() -> None:
+    assert say(LATE) == "False"
