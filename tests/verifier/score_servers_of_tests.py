@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from aiohttp import web
-from tiny_verifiers import digits_tokenizer, language_model, perturb
+from tiny_verifiers import digits_tokenizer, language_model, perturb, random_texts, rollout
 from torch.func import functional_call
 
 from pvg import experiment, sections
@@ -191,3 +191,7 @@ class Bench:
         found = await scorer.score(rollouts)
         np.testing.assert_allclose(found, expected, atol=1e-3)
         return found
+
+
+def some(count, seed=1):
+    return [rollout(text) for text in random_texts(count, seed)]

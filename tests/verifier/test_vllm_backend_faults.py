@@ -1,0 +1,325 @@
+"""Servers of scores that die, hang, lie, or are not what is wanted: real HTTP, the faults of real servers."""
+
+import asyncio
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from score_servers_of_tests import Bench, servers, some
+from tiny_verifiers import rollout
+
+from pvg.errors import ConfigurationError, ServerUnavailableError, WeightsNotArrivedError
+from pvg.verifier import score_servers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+from fault_proxy import Fault, FaultProxy
+
+HEADS = ["scalar", "implicit"]
+pytestmark = pytest.mark.usefixtures("control_key")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_server_that_was_started_again_gets_the_weights_again(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(20)
+            await bench.assert_right(scorer, rollouts[:10])
+            await fake.restart()
+            await bench.assert_right(scorer, rollouts[10:])
+            assert [line["version"] for line in bench.heard.weights("client.send")] == [1]
+            assert len(bench.heard.weights("canary")) == 2
+            assert fake.label.endswith("/1")
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_a_server_said_with_other_weights_is_asked_again(head, tmp_path, executor):
+    """It loses its weights in mid-batch, and no connection breaks: only its boot and its label tell."""
+
+    async def play():
+        async with (
+            servers(tmp_path, head) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url], probe_every_s=60.0) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(64)
+            await bench.assert_right(scorer, rollouts[:4])
+            begun = sum(fake.asked.values())
+            fake.before_reply = lambda number: fake.forget() if number == begun + 3 else None
+            await bench.assert_right(scorer, rollouts[4:])
+            assert len(bench.heard.weights("canary")) == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_one_of_two_servers_dies_and_the_other_goes_on(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, 2, token_ms=20) as fakes,
+            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
+        ):
+            doomed, killing = fakes[0], []
+
+            def kill(number):
+                if number == 5:
+                    killing.append(asyncio.ensure_future(doomed.kill()))
+
+            doomed.before_reply = kill
+            await bench.assert_right(bench.scorer(), some(100))
+            assert killing
+            assert any(tag == "score" and fields["server"] == doomed.url for tag, fields in bench.heard.found)
+
+    asyncio.run(play())
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", 2, token_ms=5) as fakes,
+            Bench(tmp_path, "implicit", executor, [f.url for f in fakes], probe_timeout_s=0.3) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            fakes[1].freeze()
+            await bench.assert_right(scorer, some(40, seed=2))
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("kind", ["error", "malformed", "reset", "cut", "garbage", "truncated", "short_json"])
+def test_broken_replies_are_asked_for_again(kind, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            FaultProxy(fake.url) as proxy,
+            Bench(tmp_path, "implicit", executor, [proxy.url]) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            proxy.reset_all()
+            proxy.plan(*[Fault(kind, after=40)] * 6)
+            await bench.assert_right(scorer, some(30, seed=2))
+
+    asyncio.run(play())
+
+
+def test_a_server_that_is_away_when_a_version_is_published_is_waited_for(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            scorer, rollouts = bench.scorer(), some(6)
+            await bench.assert_right(scorer, rollouts)
+            await fake.kill()
+            bench.train(2)
+            scorer.set_version(bench.model.version())
+            call = asyncio.create_task(scorer.score(rollouts))
+            while len(bench.heard.weights("client.send")) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.3)
+            fake.forget()
+            await fake.start()
+            np.testing.assert_allclose(await call, await bench.torch_scores(rollouts), atol=1e-3)
+            assert bench.heard.weights("client.done")[1]["failed"] == 1
+
+    asyncio.run(play())
+
+
+def test_without_any_server_the_error_names_them(tmp_path, executor):
+    async def play():
+        async with servers(tmp_path, "implicit", 2) as fakes:
+            urls = [fake.url for fake in fakes]
+        async with Bench(tmp_path, "implicit", executor, urls) as bench:
+            with pytest.raises(ServerUnavailableError) as caught:
+                await bench.scorer().score(some(2))
+            for url in urls:
+                assert url in caught.value.message
+            assert "--for verifier" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_servers_that_all_die_later_are_named_too(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar", 2) as fakes,
+            Bench(tmp_path, "scalar", executor, [f.url for f in fakes], unavailable_s=0.3) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            for fake in fakes:
+                await fake.kill()
+            with pytest.raises(ServerUnavailableError) as caught:
+                await scorer.score(some(4, seed=2))
+            assert all(fake.url in caught.value.message for fake in fakes)
+            assert "serving.verifier_servers" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_a_server_that_fails_every_request_is_named(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url], retries=2) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+
+            async def fail(request):
+                raise ValueError("no scores today")
+
+            fake._classify = fail
+            with pytest.raises(ServerUnavailableError, match="3 attempts") as caught:
+                await scorer.score(some(1, seed=2))
+            assert fake.url in caught.value.message
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_weights_that_did_not_arrive_stop_the_run(head, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, 2) as fakes,
+            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
+        ):
+            fakes[1].lies = True
+            with pytest.raises(WeightsNotArrivedError) as caught:
+                await bench.scorer().score(some(4))
+            assert fakes[1].url in caught.value.message
+            assert "version 1" in caught.value.message
+
+    asyncio.run(play())
+
+
+def test_a_server_that_has_another_label_after_the_update_stops_the_run(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            fake.claims = "default"
+            with pytest.raises(WeightsNotArrivedError, match="default") as caught:
+                await bench.scorer().score(some(4))
+            assert fake.url in caught.value.message
+
+    asyncio.run(play())
+
+
+def test_a_load_that_fails_halfway_is_told_and_can_be_repeated(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            fake.fail_loads = 1
+            scorer = bench.scorer()
+            with pytest.raises(WeightsNotArrivedError, match="version 1"):
+                await scorer.score(some(4))
+            (done,) = bench.heard.weights("client.done")
+            assert done["failed"] == 1
+            await bench.assert_right(scorer, some(4))
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("head", "runner"), [("scalar", "generate"), ("implicit", "pooling")])
+def test_a_server_of_the_wrong_kind_is_refused(head, runner, tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, head, runner=runner) as (fake,),
+            Bench(tmp_path, head, executor, [fake.url]) as bench,
+        ):
+            with pytest.raises(ConfigurationError, match=fake.url) as caught:
+                await bench.scorer().score(some(1))
+            assert "--for verifier" in caught.value.remedy
+            with pytest.raises(ConfigurationError, match=fake.url):  # and before anything depends on it
+                await bench.serving.ready()
+
+    asyncio.run(play())
+
+
+def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "scalar", shape="9 layers of 512, 32000 tokens") as (fake,),
+            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
+        ):
+            await bench.serving.ready()
+            with pytest.raises(ConfigurationError, match=r"9 layers of 512, 32000 tokens\), and models\.verifier has"):
+                await bench.scorer().score(some(1))
+            assert fake.calls["/pvg/weights"] == 0
+
+    asyncio.run(play())
+
+
+def test_a_run_does_not_begin_without_its_verifiers_servers(tmp_path, executor):
+    async def play():
+        async with servers(tmp_path, "scalar") as (fake,), Bench(tmp_path, "scalar", executor, [fake.url]) as bench:
+            await bench.serving.ready()
+            await fake.kill()
+            with pytest.raises(ServerUnavailableError, match=fake.url) as caught:
+                await bench.serving.ready()
+            assert "serving.verifier_servers" in caught.value.remedy
+
+    asyncio.run(play())
+
+
+def test_a_context_too_short_names_rollout_and_server(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", max_model_len=20) as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            # 6 tokens of the question and one that ends it: with 13 more it just fits where nothing must be sampled.
+            await bench.assert_right(bench.scorer(), [rollout("1" * 12)])
+            with pytest.raises(ConfigurationError) as caught:
+                await bench.scorer().score([rollout("1" * 13)])
+            assert rollout("1" * 13).id in caught.value.message
+            assert fake.url in caught.value.message
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_call_leaves_the_servers_to_others(tmp_path, executor):
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", token_ms=20) as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
+        ):
+            scorer = bench.scorer()
+            call = asyncio.create_task(scorer.score(some(4)))
+            while fake.running == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await bench.assert_right(scorer, some(8))
+
+    asyncio.run(play())
+
+
+def test_a_server_that_does_not_prove_its_weights_in_time_is_not_asked_again(tmp_path, executor, monkeypatch):
+    """Whoever wants to publish waits for it meanwhile."""
+
+    async def play():
+        async with (
+            servers(tmp_path, "implicit", 2) as fakes,
+            Bench(tmp_path, "implicit", executor, [fake.url for fake in fakes]) as bench,
+        ):
+            fakes[0].options = replace(fakes[0].options, token_ms=60_000.0)
+            started = time.perf_counter()
+            await bench.assert_right(bench.scorer(), some(8))
+            assert time.perf_counter() - started < 3.0  # of six times the limit
+
+    monkeypatch.setattr(score_servers, "REPLY_S", 1.0)
+    asyncio.run(play())
