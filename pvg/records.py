@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+# Which experts a mixture-of-experts model chose: [tokens, layers, experts per token], expert numbers; uint8 where there
+# are at most 256 experts, else uint16. The last sampled token was never computed, so that one row is less than tokens.
+RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 
 Split = Literal["train", "test"]
 Half = Literal["prover", "verifier"]
@@ -85,6 +88,7 @@ class Rollout:
     `logprobs` float32 [C], in nats, of the distribution that was sampled from (temperature and top-p applied).
     `source` names the prover that wrote it: "base", or "round-000" for the prover trained in round 0.
     `group` numbers the group (same problem, same role, same call) within its phase.
+    `routed_experts` [P + C - 1, layers, k], where they were asked for: row t is of token t of prompt + completion.
     """
 
     id: str
@@ -107,6 +111,7 @@ class Rollout:
     score: float | None = None
     verifier_version: str | None = None
     reward: float | None = None
+    routed_experts: RoutedExperts | None = None
 
     @property
     def version(self) -> int:

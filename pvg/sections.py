@@ -111,6 +111,10 @@ class Rollouts(Section):
     decoding: Literal["lean", "module"] = "lean"
     # "continuous": requests join as rows finish (lean decoding only); "whole": a batch is decoded to its end
     batching: Literal["continuous", "whole"] = "continuous"
+    grading: Literal["thread", "loop"] = "thread"  # where completions are decoded and graded; "loop": all else waits
+    # the experts that a mixture-of-experts model chose for each token travel with its rollouts: stored, and handed to
+    # the trainer (vllm: a server with serving.extra_args = ["--enable-return-routed-experts"])
+    routed_experts: bool = False
 
 
 class Verifier(Section):

@@ -28,7 +28,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.deadlines import training_deadline
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch
+from pvg.training.batch import PolicyBatch, routed_experts_of
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 from pvg.training.values import ValueTracker
@@ -168,6 +168,7 @@ class OnPolicySource:
             role_ids_N=role_ids_N,
             group_ids_N=group_ids_N,
             versions_N=versions_N,
+            routed_experts=routed_experts_of(rollouts),
         )
         return rewards_N, batch, metrics
 

@@ -24,6 +24,7 @@ from pvg.records import Int32, Role
 from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
+from pvg.rollout.grading import grading_executor
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.telemetry.events import Events, Unheard
@@ -78,7 +79,10 @@ class Players:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
-        self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, rollout.concurrency)
+        self.grading = grading_executor(rollout)
+        self.dispatcher = Dispatcher(
+            self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
+        )
 
     @property
     def machine(self) -> str:
@@ -145,6 +149,8 @@ class Players:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
             rest.callback(self._let_go)
+            if self.grading is not None:
+                rest.callback(self.grading.shutdown)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()

@@ -64,7 +64,7 @@ class Tokenizer:
 
     def decode(self, ids: Int32) -> str:
         """The text of `ids` int32 [n]; special tokens are skipped, spaces stay as they are."""
-        return str(self._fast.backend_tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
+        return str(self._fast.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
         """`messages` (role, content) through the chat template, ready for the assistant's answer: int32 [n].

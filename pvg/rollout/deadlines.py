@@ -50,6 +50,7 @@ class Watch:
         self._deadline = deadline
         self._tasks: list[asyncio.Task[Any]] = []
         self._cut: set[asyncio.Task[Any]] = set()
+        self._arrived: set[asyncio.Task[Any] | None] = set()
         self._finished = 0
         self._timer: asyncio.TimerHandle | None = None
         self._late = False
@@ -62,6 +63,10 @@ class Watch:
         """The set's first request is about to be made; later calls change nothing."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
+
+    def arrived(self) -> None:
+        """The running task has its completion, which would be lost if it were cut while it is being graded."""
+        self._arrived.add(asyncio.current_task())
 
     def stop(self) -> None:
         """Nothing is cut any more."""
@@ -85,6 +90,6 @@ class Watch:
     def _cut_if_enough(self) -> None:
         if self._late and self._finished >= self._deadline.least:
             self._late = False  # once: a second cancellation would interrupt the cleaning up after the first
-            self._cut = {task for task in self._tasks if not task.done()}
+            self._cut = {task for task in self._tasks if not task.done() and task not in self._arrived}
             for task in self._cut:
                 task.cancel()

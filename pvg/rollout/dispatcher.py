@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,8 +19,8 @@ import numpy as np
 from pvg.errors import ConfigurationError
 from pvg.records import Group, Int32, Problem, Role, Rollout
 from pvg.rollout.deadlines import Deadline, Watch
-from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.telemetry.spans import span
+from pvg.rollout.engine import Engine, GenerationRequest, Sampling
+from pvg.rollout.grading import Grader
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
@@ -82,12 +83,20 @@ class _Gathering:
 
 
 class Dispatcher:
-    """At most `concurrency` requests are in the engine at once.
+    """At most `concurrency` requests are in the engine at once. `grading`: see pvg.rollout.grading.
 
     Raises ConfigurationError at once when the engine would not take that many.
     """
 
-    def __init__(self, engine: Engine, task: Task, tokenizer: Tokenizer, sampling: Sampling, concurrency: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        concurrency: int,
+        grading: Executor | None = None,
+    ) -> None:
         if concurrency < 1:
             raise ConfigurationError(f"rollout.concurrency is {concurrency}, but must be at least 1.")
         if engine.max_in_flight < concurrency:
@@ -96,8 +105,7 @@ class Dispatcher:
                 "Lower rollout.concurrency, or open the engine with a larger max_in_flight.",
             )
         self._engine = engine
-        self._task = task
-        self._tokenizer = tokenizer
+        self._grader = Grader(task, tokenizer, grading)
         self._sampling = sampling
         self._concurrency = concurrency
 
@@ -127,10 +135,7 @@ class Dispatcher:
 
         async def one(gathering: _Gathering, index: int) -> Rollout:
             nonlocal finished
-            async with semaphore:
-                if gathering.watch is not None:
-                    gathering.watch.begin()
-                rollout = await self._rollout(gathering, index, call)
+            rollout = await self._rollout(gathering, index, call, semaphore)
             finished += 1
             gathering.finishes.append(time.perf_counter())
             if on_done is not None:
@@ -147,17 +152,21 @@ class Dispatcher:
                 gathering.stop()
         return [gathering.result() for gathering in gatherings]
 
-    async def _rollout(self, gathering: _Gathering, index: int, call: _Call) -> Rollout:
+    async def _rollout(self, gathering: _Gathering, index: int, call: _Call, semaphore: asyncio.Semaphore) -> Rollout:
         order = gathering.order
         rollout_id = f"{call.prefix}/{order.group:05d}/{index:02d}"
         seed = request_seed(call.seed, order.group, index)
         # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
         tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
         request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell)
-        completion = await self._engine.generate(request)
-        with span("grade"):
-            text = self._tokenizer.decode(_without_stop(completion))
-            grade = self._task.grade(order.problem, text)
+        async with semaphore:
+            if gathering.watch is not None:
+                gathering.watch.begin()
+            completion = await self._engine.generate(request)
+            if gathering.watch is not None:
+                gathering.watch.arrived()
+        # The place is free again: what the engine is asked next, and when, does not depend on who grades.
+        text, grade = await self._grader.grade(order.problem, completion)
         return Rollout(
             id=rollout_id,
             problem_id=order.problem.id,
@@ -176,6 +185,7 @@ class Dispatcher:
             text=text,
             grade=grade,
             timing=completion.timing,
+            routed_experts=completion.routed_experts,
         )
 
 
@@ -186,10 +196,6 @@ def request_seed(seed: int, group: int, index: int) -> int:
 
 def _spread(finishes: Sequence[float]) -> float:
     return max(finishes) - min(finishes) if finishes else 0.0
-
-
-def _without_stop(completion: Completion) -> Int32:
-    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
 
 
 def _gatherings(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[_Gathering]:
@@ -211,6 +217,11 @@ async def _all_or_none(tasks: Sequence[asyncio.Task[Rollout]]) -> None:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 task.result()
     finally:
+        # Nothing is left as a rule, and then thousands of tasks need not be waited for one by one.
+        if left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            if not task.cancelled():
+                task.exception()  # seen

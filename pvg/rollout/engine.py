@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pvg.errors import ConfigurationError
-from pvg.records import FinishReason, Float32, Int32, Timing, VersionSpan
+from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
 from pvg.weights import SyncTiming, WeightUpdate
 
 
@@ -44,7 +44,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled: `token_ids` int32 [C] (stop token included), `logprobs` float32 [C] in nats."""
+    """What the engine sampled: `token_ids` int32 [C] (stop token included), `logprobs` float32 [C] in nats.
+    `routed_experts` [P + C - 1, layers, k], of the prompt too, from an engine that was opened to tell them."""
 
     request_id: str
     token_ids: Int32
@@ -52,6 +53,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     timing: Timing
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,8 @@ def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
     """Of a server that samples or scores tokens; and, for the prover, how new weights reach it."""
     arguments = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    if purpose == "prover" and experiment.rollout.routed_experts:
+        arguments.append("--enable-return-routed-experts")
     transport, rank = experiment.weights.transport, experiment.training.lora_rank
     if purpose == "prover" and transport == "lora" and rank > 0:
         arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]

@@ -19,11 +19,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
-from pvg.records import Grade, Role, Rollout, Timing, VersionSpan
+from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
 from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
 
 SHARD_SCHEMA = b"1"
+WITH_EXPERTS = b"2"  # the same columns and two more, for rollouts that carry routed experts
 ROLLOUTS = "rollouts"
 
 # Strings that many rows of a shard share are stored once and referred to by number.
@@ -59,6 +60,16 @@ SCHEMA = pa.schema(
     ],
     metadata={b"pvg.shard": SHARD_SCHEMA},
 )
+
+# Of rollouts with routed experts alone, so that all others are stored as they always were. The bytes of a row and their
+# [tokens, layers, experts per token, bytes of a number]; 64-bit offsets, for a shard of them may have many gigabytes.
+EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
+SCHEMAS = {
+    SHARD_SCHEMA: SCHEMA,
+    WITH_EXPERTS: SCHEMA.append(pa.field(EXPERTS, pa.large_binary()))
+    .append(pa.field(EXPERTS_SHAPE, pa.list_(pa.int64())))
+    .with_metadata({b"pvg.shard": WITH_EXPERTS}),
+}
 
 # The list columns that come back as arrays; the spans' two become VersionSpans.
 ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
@@ -217,12 +228,12 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
     try:
         reader = pa.ipc.open_file(source)
         version = (reader.schema.metadata or {}).get(b"pvg.shard")
-        if version not in (None, SHARD_SCHEMA):
+        if version is not None and version not in SCHEMAS:
             raise StateError(
-                f"{path} has shard schema {version.decode()}, and this pvg reads {SHARD_SCHEMA.decode()}.",
+                f"{path} has shard schema {version.decode()}, and this pvg reads {b' and '.join(SCHEMAS).decode()}.",
                 "Read it with the pvg that wrote it.",
             )
-        if version is None or reader.schema != SCHEMA or reader.num_record_batches != 1:
+        if version is None or reader.schema != SCHEMAS[version] or reader.num_record_batches != 1:
             raise damaged(path, "it is not a rollout shard")
         return reader.get_batch(0)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -252,9 +263,13 @@ def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
         if column.name not in columns:
             values = [getattr(r, column.name) for r in rollouts]
             columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    schema = SCHEMA
+    if any(r.routed_experts is not None for r in rollouts):
+        schema = SCHEMAS[WITH_EXPERTS]
+        columns |= _expert_columns([r.routed_experts for r in rollouts])
+    batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
+    with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
 
@@ -274,6 +289,25 @@ def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=False))
 
 
+def _expert_columns(rows: Sequence[RoutedExperts | None]) -> dict[str, pa.Array]:
+    """EXPERTS, each array copied once, and EXPERTS_SHAPE."""
+    for row in rows:
+        if row is not None and (row.dtype not in (np.uint8, np.uint16) or row.ndim != 3):
+            raise TypeError(
+                f"Routed experts must be uint8 or uint16 of three dimensions, not {row.dtype} of {row.ndim}."
+            )
+    flat = [np.empty(0, np.uint8) if row is None else row.reshape(-1).view(np.uint8) for row in rows]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([part.size for part in flat], out=offsets[1:])
+    present = pa.array([row is not None for row in rows]).buffers()[1]
+    buffers = [present, pa.py_buffer(offsets), pa.py_buffer(np.concatenate(flat))]
+    shapes = [None if row is None else [*row.shape, row.dtype.itemsize] for row in rows]
+    return {
+        EXPERTS: pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),
+        EXPERTS_SHAPE: pa.array(shapes, pa.list_(pa.int64())),
+    }
+
+
 # --- columns to rows -----------------------------------------------------------------------------------------------
 
 
@@ -282,6 +316,7 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
         name: list_rows(batch.column(name)) if name in ARRAYS else batch.column(name).to_pylist()
         for name in SCHEMA.names
     }
+    columns[EXPERTS] = routed_experts(batch)
 
     def rollout(i: int) -> Rollout:
         row = {name: values[i] for name, values in columns.items()}
@@ -311,3 +346,21 @@ def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:
     offsets = column.offsets.to_numpy()
     flat = cast("NDArray[Any]", column.values.to_numpy())[offsets[0] : offsets[-1]].copy()
     return np.split(flat, offsets[1:-1] - offsets[0]) if len(column) else []
+
+
+def routed_experts(batch: pa.RecordBatch) -> list[RoutedExperts | None]:
+    """Those of each row of a shard, read-only, lying where the shard's bytes lie: of a mapped one (RolloutShards.map)
+    in the file. Raises ValueError for shapes that do not fit their bytes."""
+    if EXPERTS not in batch.schema.names:
+        return [None] * batch.num_rows
+    rows: list[RoutedExperts | None] = []
+    for value, shape in zip(batch.column(EXPERTS), batch.column(EXPERTS_SHAPE).to_pylist(), strict=True):
+        if not value.is_valid or shape is None:
+            rows.append(None)
+            continue
+        *lengths, size = shape
+        if size not in (1, 2) or min(lengths) < 0:
+            raise ValueError(f"routed experts of the shape {shape}")
+        dtype = np.uint8 if size == 1 else np.uint16
+        rows.append(np.frombuffer(value.as_buffer(), dtype=dtype).reshape(lengths))
+    return rows

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.records import Float32, Int32
+from pvg.records import Float32, Int32, Rollout, RoutedExperts
 
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
@@ -28,7 +28,8 @@ class PolicyBatch:
     `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
     sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
     `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss a
-    plain sum over rows; an objective's `prepare` fills it.
+    plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]` [P + C - 1, layers, k]: the experts that
+    the sampler's model chose, for all rows or for none; handed over as they came, never copied.
 
     Raises ValueError when the lengths do not fit together.
     """
@@ -42,6 +43,7 @@ class PolicyBatch:
     group_ids_N: Int32
     versions_N: Int32
     row_weights_N: Float32 | None = None
+    routed_experts: list[RoutedExperts] | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.sequences)
@@ -59,6 +61,8 @@ class PolicyBatch:
         for name, logprobs in (("sampled", self.sampled_logprobs), ("reference", self.reference_logprobs)):
             if logprobs is not None and not np.array_equal(_lengths(logprobs), self.completion_lengths_N):
                 raise ValueError(f"{name}_logprobs must have one value for each completion token of each row")
+        if self.routed_experts is not None and not np.array_equal(_lengths(self.routed_experts), self.lengths_N - 1):
+            raise ValueError("routed_experts must have a row for each token of each row but the last")
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -75,7 +79,7 @@ class PolicyBatch:
 
     def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
         """These rows, in this order."""
-        reference, weights = self.reference_logprobs, self.row_weights_N
+        reference, weights, experts = self.reference_logprobs, self.row_weights_N, self.routed_experts
         return PolicyBatch(
             sequences=[self.sequences[row] for row in rows],
             prompt_lengths=self.prompt_lengths[rows],
@@ -86,6 +90,7 @@ class PolicyBatch:
             group_ids_N=self.group_ids_N[rows],
             versions_N=self.versions_N[rows],
             row_weights_N=None if weights is None else weights[rows],
+            routed_experts=None if experts is None else [experts[row] for row in rows],
         )
 
     def with_weights(self, row_weights_N: Float32) -> PolicyBatch:
@@ -147,5 +152,13 @@ class MinibatchSource:
         return self._parts.popleft()
 
 
-def _lengths(rows: Sequence[Int32] | Sequence[Float32]) -> NDArray[np.int64]:
+def routed_experts_of(rollouts: Sequence[Rollout]) -> list[RoutedExperts] | None:
+    """For a PolicyBatch; None where they were not asked for. Raises ValueError where only some rollouts have them."""
+    found = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if len(found) not in (0, len(rollouts)):
+        raise ValueError(f"{len(found)} of {len(rollouts)} rollouts have routed experts")
+    return found or None
+
+
+def _lengths(rows: Sequence[Int32] | Sequence[Float32] | Sequence[RoutedExperts]) -> NDArray[np.int64]:
     return np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))

@@ -262,7 +262,7 @@ def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispa
     rollout, tokenizer = players.experiment.rollout, players.base.tokenizer
     stops = () if fixed_length else (tokenizer.eos_id,)
     sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
-    return Dispatcher(engine, players.task, tokenizer, sampling, rollout.concurrency)
+    return Dispatcher(engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)
 
 
 def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: int, seed: int) -> list[GroupOrder]:

@@ -12,9 +12,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.records import Timing, VersionSpan
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
-from pvg.weights import SyncTiming, WeightUpdate
+from pvg.bench.workloads.stand_in import StandInEngine
+from pvg.rollout.engine import Completion, GenerationRequest
 
 
 def drawn_lengths(count: int, median: float, sigma: float, longest: int, seed: int) -> NDArray[np.int64]:
@@ -24,29 +23,15 @@ def drawn_lengths(count: int, median: float, sigma: float, longest: int, seed: i
     return lengths_N
 
 
-class HeavyTailedEngine(Engine):
+class HeavyTailedEngine(StandInEngine):
     """Each request gets `tokens_per_s`, however many there are. `lengths_N` are the tokens of the current batch's
     rollouts, in the order of its groups; `group_size` tells which is which."""
 
     def __init__(self, tokens_per_s: float, group_size: int, max_in_flight: int) -> None:
+        super().__init__(max_in_flight)
         self.lengths_N: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._tokens_per_s = tokens_per_s
         self._group_size = group_size
-        self._max_in_flight = max_in_flight
-        self._version = 0
-        self._stats = EngineStats()
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    @property
-    def max_in_flight(self) -> int:
-        return self._max_in_flight
 
     async def generate(self, request: GenerationRequest) -> Completion:
         _, group, index = request.id.rsplit("/", 2)
@@ -59,17 +44,5 @@ class HeavyTailedEngine(Engine):
                 request.on_tokens(min(length, int((time.perf_counter() - started) * self._tokens_per_s)))
             raise
         token_ids = np.full(length, int(request.prompt_ids[-1]), dtype=np.int32)
-        return Completion(
-            request_id=request.id,
-            token_ids=token_ids,
-            logprobs=np.full(length, -1.0, dtype=np.float32),
-            spans=(VersionSpan(0, self._version),),
-            finish_reason="length",
-            timing=Timing(queued_s=0.0, service_s=time.perf_counter() - started),
-        )
-
-    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        self._version = update.version
-        return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
-
-    async def close(self) -> None: ...
+        logprobs = np.full(length, -1.0, dtype=np.float32)
+        return self.completed(request, token_ids, logprobs, "length", started)

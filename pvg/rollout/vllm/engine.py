@@ -61,12 +61,14 @@ UNPUBLISHED = -1  # the version before the first that was published: whatever a 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What servers must offer: the model's sizes (empty: any), tokens of prompt and completion, whether log-probs of a
-    changed distribution (by temperature or a cut) are asked for, the rank of adapters (0: none)."""
+    changed distribution (by temperature or a cut) are asked for, the rank of adapters (0: none), and whether each token
+    comes with the experts that it was routed to."""
 
     shape: str
     max_length: int
     processed_logprobs: bool
     lora_rank: int
+    routed_experts: bool = False
 
 
 @dataclass(slots=True)
@@ -193,6 +195,11 @@ class VllmEngine(Engine):
         finally:
             self._labels_in_use[label] -= 1
         spans = self._spans(server, generated, label, version)
+        if self._needs.routed_experts and generated.routed_experts is None:
+            raise ConfigurationError(
+                f"{server.url} does not tell the experts of its tokens, which rollout.routed_experts asks for.",
+                "Start it with `pvg serve` and this experiment's settings; its model must be a mixture of experts.",
+            )
         self._stats = replace(
             self._stats,
             tokens=self._stats.tokens + len(generated.token_ids),
@@ -208,6 +215,7 @@ class VllmEngine(Engine):
             spans=spans,
             finish_reason=generated.finish_reason,
             timing=Timing(queued_s=sent - called, service_s=time.perf_counter() - sent),
+            routed_experts=generated.routed_experts if self._needs.routed_experts else None,
         )
 
     async def _exchange(self, server: Server, request: GenerationRequest, label: str) -> Generated:

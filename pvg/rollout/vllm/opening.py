@@ -68,6 +68,7 @@ def open_vllm_engine(
             max_length=rollout.max_tokens + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
             lora_rank=experiment.training.lora_rank if weights.transport == "lora" else 0,
+            routed_experts=rollout.routed_experts,
         ),
         canary=canary,
         checksums=None

@@ -7,6 +7,8 @@ Invariant: a reply that lacks a token, a log-prob or the weights that sampled it
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pvg.records import FinishReason, Float32, Int32
+from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
 from pvg.serving.pool import Broken, Malformed
 
@@ -33,6 +35,7 @@ class Generated:
     labels: tuple[tuple[int, str], ...]
     prompt_tokens: int
     cached_tokens: int
+    routed_experts: RoutedExperts | None = None
 
 
 def generation(
@@ -93,6 +96,7 @@ class Stretch:
     finish_reason: str | None = None
     labels: list[tuple[int, str]] = field(default_factory=list)
     usage: tuple[int, int] | None = None
+    experts: str | None = None  # as they came, all at the end
 
     def feed(self, event: Any) -> int:
         """Take the next event of a stream; returns the tokens so far."""
@@ -124,6 +128,7 @@ class Stretch:
         self.logprobs += found
         self.labels += labels
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.experts = choice.get("routed_experts") or self.experts
 
     def finish(self, usage: tuple[int, int] | None = None) -> Generated:
         usage = usage or self.usage
@@ -142,7 +147,33 @@ class Stretch:
             labels=tuple(self.labels),
             prompt_tokens=usage[0],
             cached_tokens=usage[1],
+            routed_experts=self._routed_experts(usage[0] + len(self.token_ids) - 1),
         )
+
+    def _routed_experts(self, tokens: int) -> RoutedExperts | None:
+        if self.experts is None:
+            return None
+        found = read_routed_experts(self.experts, self.url)
+        if len(found) != tokens:
+            raise Malformed(self.url, f"experts of {len(found)} tokens, where {tokens} were computed")
+        return found
+
+
+def read_routed_experts(text: str, url: str) -> RoutedExperts:
+    """An .npy file in base64, as vLLM writes the experts [tokens, layers, experts per token] of prompt and completion.
+    The array lies in the decoded bytes: one copy in all."""
+    try:
+        data = base64.b64decode(text, validate=True)
+        file = io.BytesIO(data)
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("an .npy file of another version")
+        shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
+        found: RoutedExperts = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
+    except (ValueError, TypeError) as error:
+        raise Malformed(url, f"routed experts that cannot be read: {error}") from None
+    if dtype not in (np.uint8, np.uint16) or len(shape) != 3 or by_column:
+        raise Malformed(url, f"routed experts of {dtype} and the shape {shape}")
+    return found
 
 
 def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str]:

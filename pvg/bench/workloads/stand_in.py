@@ -1,0 +1,69 @@
+"""`StandInEngine`: what engines that compute nothing share. With one, a workload measures what stands around it.
+
+A subclass writes `generate`, and makes its completions with `completed`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
+from pvg.weights import SyncTiming, WeightUpdate
+
+
+class StandInEngine(Engine):
+    """Takes any weights, keeps their version, and counts each completion as a batch of its own."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._version = 0
+        self._stats = EngineStats()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    def completed(
+        self,
+        request: GenerationRequest,
+        token_ids: Int32,
+        logprobs: Float32,
+        finish_reason: FinishReason,
+        started: float,
+        routed_experts: RoutedExperts | None = None,
+    ) -> Completion:
+        """The completion of a request that was begun at `started` (time.perf_counter), counted."""
+        service_s = time.perf_counter() - started
+        stats, prompt = self._stats, len(request.prompt_ids)
+        self._stats = EngineStats(
+            batches=stats.batches + 1,
+            rows=stats.rows + 1,
+            tokens=stats.tokens + len(token_ids),
+            seconds=stats.seconds + service_s,
+            prompt_tokens=stats.prompt_tokens + prompt,
+            prompt_tokens_computed=stats.prompt_tokens_computed + prompt,
+        )
+        return Completion(
+            request_id=request.id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            spans=(VersionSpan(0, self._version),),
+            finish_reason=finish_reason,
+            timing=Timing(queued_s=0.0, service_s=service_s),
+            routed_experts=routed_experts,
+        )
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        self._version = update.version  # nothing here depends on weights
+        return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
+
+    async def close(self) -> None: ...

@@ -1,0 +1,110 @@
+"""`Grader`: completions to text and grade, away from the event loop.
+
+    grader = Grader(task, tokenizer, executor)      # None: at once, on the loop
+    text, grade = await grader.grade(problem, completion)
+
+A long completion takes milliseconds to decode and to grade, and many of them finish together: on the loop, everything
+else would wait for all of them. In the executor they wait for each other, and go there several at a time, because
+handing a short one over takes longer than grading it.
+
+Invariant: grades depend on the text alone, so where and in which company one is made changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pvg.records import Grade, Int32, Problem
+from pvg.rollout.engine import Completion
+from pvg.sections import Rollouts
+from pvg.telemetry.spans import span, submit_in
+
+if TYPE_CHECKING:
+    from pvg.models.tokenizer import Tokenizer
+    from pvg.tasks.task import Task
+
+Graded = tuple[str, Grade]
+# Of one trip to the executor, unless a single completion has more: some 5 ms of work, after which those who wait for
+# the first of them are told.
+TRIP_TOKENS = 16_384
+
+
+def grading_executor(section: Rollouts) -> ThreadPoolExecutor | None:
+    """The thread of `rollout.grading`, for the caller to shut down; None: there is none."""
+    return ThreadPoolExecutor(1, "pvg-grade") if section.grading == "thread" else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    problem: Problem
+    completion: Completion
+    graded: asyncio.Future[Graded]
+
+
+class Grader:
+    """`executor` is used for one thing at a time, and stays the caller's. All belongs to one event loop."""
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, executor: Executor | None = None) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._queue: deque[_Waiting] = deque()
+        self._away = False
+
+    async def grade(self, problem: Problem, completion: Completion) -> Graded:
+        """The completion's text without its stop token, and what the task says of it. Raises what the task raises."""
+        if self._executor is None:
+            with span("grade"):
+                return self._graded(problem, completion)
+        waiting = _Waiting(problem, completion, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        if not self._away:
+            self._send()
+        return await waiting.graded
+
+    def _send(self) -> None:
+        """Those who wait longest to the executor."""
+        trip: list[_Waiting] = []
+        tokens = 0
+        while self._queue and (not trip or tokens + len(self._queue[0].completion.token_ids) <= TRIP_TOKENS):
+            waiting = self._queue.popleft()
+            if not waiting.graded.done():  # else its caller has left
+                trip.append(waiting)
+                tokens += len(waiting.completion.token_ids)
+        if trip:
+            self._away = True
+            work = submit_in(self._executor, self._trip, trip)
+            work.add_done_callback(partial(self._returned, trip))
+
+    def _trip(self, trip: list[_Waiting]) -> list[Graded]:
+        """In the executor."""
+        with span("grade"):
+            return [self._graded(waiting.problem, waiting.completion) for waiting in trip]
+
+    def _returned(self, trip: list[_Waiting], work: asyncio.Future[list[Graded]]) -> None:
+        """A task never raises; the defect of one that does is told to all of its trip."""
+        self._away = False
+        error = work.exception()
+        found: list[Graded | None] = [None] * len(trip) if error is not None else list(work.result())
+        for waiting, graded in zip(trip, found, strict=True):
+            if waiting.graded.done():
+                continue
+            if graded is not None:
+                waiting.graded.set_result(graded)
+            elif error is not None:
+                waiting.graded.set_exception(error)
+        if self._queue:
+            self._send()
+
+    def _graded(self, problem: Problem, completion: Completion) -> Graded:
+        text = self._tokenizer.decode(_without_stop(completion))
+        return text, self._task.grade(problem, text)
+
+
+def _without_stop(completion: Completion) -> Int32:
+    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
