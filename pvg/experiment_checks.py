@@ -80,7 +80,13 @@ def impossibilities(experiment: Experiment) -> list[str]:
                 f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
                 f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
             )
-    for part in (_impossible_stragglers, _impossible_sampling, _impossible_servers, _impossible_roles):
+    for part in (
+        _impossible_stragglers,
+        _impossible_sampling,
+        _impossible_experts,
+        _impossible_servers,
+        _impossible_roles,
+    ):
         found += part(experiment)
     return found
 
@@ -150,6 +156,27 @@ def _impossible_sampling(experiment: Experiment) -> list[str]:
         found.append(
             f"{shared[0]} is in serving.servers and serves the verifier too: a server has one set of weights; start "
             "one for each"
+        )
+    return found
+
+
+def _impossible_experts(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of mixtures of experts."""
+    training, rollout, found = experiment.training, experiment.rollout, []
+    if training.router_replay and not rollout.routed_experts:
+        found.append(
+            "training.router_replay needs the experts that rollouts were sampled with; set rollout.routed_experts to "
+            "true"
+        )
+    if training.router_replay and training.gradient_checkpointing:
+        found.append(
+            "training.gradient_checkpointing computes layers again in the backward pass, where training.router_replay "
+            "is over; set one of them to false"
+        )
+    if rollout.routed_experts and rollout.engine == "vllm" and not experiment.serving.prefix_caching:
+        found.append(
+            "rollout.routed_experts needs vLLM's prefix cache, with which it keeps them; set serving.prefix_caching to "
+            "true"
         )
     return found
 

@@ -112,9 +112,8 @@ class Rollouts(Section):
     # "continuous": requests join as rows finish (lean decoding only); "whole": a batch is decoded to its end
     batching: Literal["continuous", "whole"] = "continuous"
     grading: Literal["thread", "loop"] = "thread"  # where completions are decoded and graded; "loop": all else waits
-    # the experts that a mixture-of-experts model chose for each token travel with its rollouts: stored, and handed to
-    # the trainer (vllm: a server with serving.extra_args = ["--enable-return-routed-experts"])
-    routed_experts: bool = False
+    routed_experts: bool = False  # the experts that a mixture-of-experts model chose for each token travel with its
+    # rollouts: they are stored, and handed to the trainer (torch: decoding is then by the module)
 
 
 class Verifier(Section):
@@ -169,6 +168,8 @@ class Training(Section):
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
     fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
+    router_replay: bool = False  # a mixture of experts is trained, and its reference asked, with the experts that each
+    # token was sampled with (rollout.routed_experts); false: with those that the routers choose now
     lora_rank: Annotated[int, Field(ge=0)] = 0  # 0: all weights are trained; else adapters of all linear layers
     lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
     spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half

@@ -68,6 +68,7 @@ def _open_torch(setting: Setting) -> Engine:
         shared_prefill=section.shared_prefill,
         lean=section.decoding == "lean",
         continuous=section.batching == "continuous",
+        routed_experts=section.routed_experts,
     )
 
 

@@ -13,7 +13,8 @@ matrix product decides the order in which it adds, and two tokens that close to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 
 from pvg.errors import TrainingDivergedError
 from pvg.models.padding import pad_right, token_budget_batches
-from pvg.records import FinishReason, Float32, Int32
+from pvg.models.routing import recorded_experts
+from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.kv_cache import Placement, RowCache
+from pvg.rollout.row_experts import RowExperts
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -43,6 +46,7 @@ class Decoded:
     token_ids: Int32
     logprobs: Float32
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +86,18 @@ class Rows(Protocol):
 class ModuleRows:
     """`Rows` by `decode`: whole batches through the module, whatever its architecture."""
 
-    def __init__(self, module: nn.Module, device: torch.device, *, compaction: bool, shared_prefill: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        compaction: bool,
+        shared_prefill: bool,
+        routed_experts: bool = False,
+    ) -> None:
         self._module = module
         self._device = device
-        self._switches = (compaction, shared_prefill)
+        self._switches = (compaction, shared_prefill, routed_experts)
 
     @property
     def joins(self) -> bool:
@@ -131,20 +143,29 @@ def decode(
     device: torch.device,
     compaction: bool = True,
     shared_prefill: bool = True,
+    routed_experts: bool = False,
 ) -> list[Decoded]:
     """Sample every request to its end, in one batch; results in the order of the requests. Spans: prefill, decode.
 
     `dropped_N` may be set by another thread while this runs: such a row counts as finished from the next step on, its
     result is cut short and means nothing. `compaction`: finished rows leave the batch before it ends;
-    `shared_prefill`: a prompt of several rows is computed once. Raises TrainingDivergedError when the model's logits
-    are not finite.
+    `shared_prefill`: a prompt of several rows is computed once; `routed_experts`: results carry the experts of their
+    tokens. Raises TrainingDivergedError when the model's logits are not finite, ConfigurationError for experts of a
+    model that has none.
     """
     limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
-    with span("prefill", device=True):
-        cache, rows = _start(module, requests, limits_N, device, shared_prefill)
-    with span("decode", device=True):
-        sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, int(limits_N.max()), compaction)
-        return _results(requests, limits_N, dropped_N, *sampled)
+    steps = int(limits_N.max())
+    with recorded_experts(module) if routed_experts else nullcontext() as recorder:
+        experts = None if recorder is None else RowExperts(module, recorder, len(requests), steps)
+        with span("prefill", device=True):
+            cache, rows = _start(module, requests, limits_N, device, shared_prefill, experts)
+        with span("decode", device=True):
+            sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, steps, compaction, experts)
+            results = _results(requests, limits_N, dropped_N, *sampled)
+    if experts is None:
+        return results
+    carried = experts.results([len(result.token_ids) for result in results])
+    return [replace(result, routed_experts=own) for result, own in zip(results, carried, strict=True)]
 
 
 def _sample_to_the_end(
@@ -155,6 +176,7 @@ def _sample_to_the_end(
     dropped_N: NDArray[np.bool_],
     steps: int,
     compaction: bool,
+    experts: RowExperts | None,
 ) -> tuple[NDArray[np.int64], Float32]:
     """tokens_NT and logprobs_NT, by request; what stands after a row's end means nothing."""
     device = rows.token_R.device
@@ -164,6 +186,8 @@ def _sample_to_the_end(
 
     for step in range(steps):
         logprobs_RV = distribution(_next_logits(module, rows, cache), rows.settings)
+        if experts is not None:
+            experts.stepped(rows.request_R, step)
         rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, step])
         tokens_NT[rows.request_R, step] = rows.token_R
         logprobs_NT[rows.request_R, step] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
@@ -185,6 +209,7 @@ def _start(
     limits_N: NDArray[np.int64],
     device: torch.device,
     shared_prefill: bool,
+    experts: RowExperts | None,
 ) -> tuple[RowCache, _Rows]:
     """The cache with every prompt but its last token, which is the first input of decoding."""
     known_N = np.asarray([len(request.prompt_ids) - 1 for request in requests], dtype=np.int64)
@@ -192,7 +217,8 @@ def _start(
     capacity = start + int(limits_N.max())
     cache = RowCache(len(requests), start, capacity)
     if start:
-        _prefill(module, cache, [request.prompt_ids[:-1] for request in requests], device, shared_prefill)
+        prefixes = [request.prompt_ids[:-1] for request in requests]
+        _prefill(module, cache, prefixes, device, shared_prefill, experts)
     stops = [request.sampling.stop_ids for request in requests]
     stop_NS = np.full((len(requests), max(1, *map(len, stops))), NO_STOP, dtype=np.int64)
     for row, ids in enumerate(stops):
@@ -211,7 +237,14 @@ def _start(
     )
 
 
-def _prefill(module: nn.Module, cache: RowCache, prefixes: Sequence[Int32], device: torch.device, shared: bool) -> None:
+def _prefill(
+    module: nn.Module,
+    cache: RowCache,
+    prefixes: Sequence[Int32],
+    device: torch.device,
+    shared: bool,
+    experts: RowExperts | None,
+) -> None:
     """Run each distinct prefix once (padded to the right: causal attention never looks there) and place it; each row's
     prefix where it is not `shared`."""
     rows_of: dict[bytes | int, list[int]] = {}
@@ -225,6 +258,8 @@ def _prefill(module: nn.Module, cache: RowCache, prefixes: Sequence[Int32], devi
         ids_BL, _ = pad_right([prefixes[groups[group][0]] for group in batch], 0, device)
         cache.slots.placements = _placements([groups[group] for group in batch], lengths_U[batch], device)
         decoder(input_ids=ids_BL, past_key_values=cache, use_cache=True)
+        if experts is not None:
+            experts.prefilled([groups[group] for group in batch], lengths_U[batch])
     cache.slots.placements = None
 
 

@@ -77,7 +77,8 @@ class TorchEngine(Engine):
 
     `executor` is used for one thing at a time; one thread is enough. `compaction`, `shared_prefill`: see `decode`.
     `lean`: by `LeanDecoder` if the model is of its kind, which an event tells; else, and without it, by the module.
-    `continuous`: rows join while others run, where decoding is lean.
+    `continuous`: rows join while others run, where decoding is lean. `routed_experts`: completions carry those of their
+    tokens, and decoding is by the module.
     A seed's numbers come from Philox, so a request samples the same tokens in any company, up to floating-point ties.
     Temperatures near 0 tend to greedy choice.
     """
@@ -94,6 +95,7 @@ class TorchEngine(Engine):
         shared_prefill: bool = True,
         lean: bool = True,
         continuous: bool = True,
+        routed_experts: bool = False,
     ) -> None:
         if max_rows < 1 or max_in_flight < 1:
             raise ConfigurationError(f"max_rows ({max_rows}) and max_in_flight ({max_in_flight}) must be at least 1.")
@@ -107,6 +109,7 @@ class TorchEngine(Engine):
         self._shared = shared_prefill
         self._lean = lean
         self._continuous = continuous
+        self._routed_experts = routed_experts
         self._rows: Rows | None = None  # made at the first batch, in the executor; thrown away after an error
         self._events = events or Unheard()
         self._queue: deque[_Pending] = deque()
@@ -269,7 +272,9 @@ class TorchEngine(Engine):
     def _open_rows(self) -> Rows:
         """In the executor: it computes. What was asked for and cannot be is said in events.log."""
         model, reason = self._model, "rollout.decoding"
-        if self._lean:
+        if self._routed_experts:
+            reason = "rollout.routed_experts"
+        elif self._lean:
             try:
                 lean = LeanDecoder.over(model.module)
             except NotLeanError as error:
@@ -284,7 +289,13 @@ class TorchEngine(Engine):
                     shared_prefill=self._shared,
                 )
         self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
-        return ModuleRows(model.module, model.device, compaction=self._compaction, shared_prefill=self._shared)
+        return ModuleRows(
+            model.module,
+            model.device,
+            compaction=self._compaction,
+            shared_prefill=self._shared,
+            routed_experts=self._routed_experts,
+        )
 
     def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[Job]:
         free = (ticket for ticket in range(self._max_rows) if ticket not in batch.running)
@@ -334,6 +345,7 @@ class TorchEngine(Engine):
             logprobs=result.logprobs,
             spans=(VersionSpan(0, self._version),),
             finish_reason=result.finish_reason,
+            routed_experts=result.routed_experts,
             timing=Timing(queued_s=pending.admitted - pending.arrived, service_s=now - pending.admitted),
         )
 

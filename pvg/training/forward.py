@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg import sections
-from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, completion_logprobs, shared_prompt_logprobs
+from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, check_logits, completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import distinct_prompts, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
+from pvg.models.routing import replayed_experts
+from pvg.models.shared_prompts import check_packing
 from pvg.training.batch import PolicyBatch
 
 
@@ -33,6 +35,7 @@ class ForwardSettings:
     fused_logprobs: bool = True
     fused_layers: bool = True
     precision: str = "float32"
+    router_replay: bool = False
 
     @classmethod
     def of(cls, section: sections.Training, temperature: float, pad_id: int) -> ForwardSettings:
@@ -46,6 +49,7 @@ class ForwardSettings:
             section.fused_logprobs,
             section.fused_layers,
             section.precision,
+            section.router_replay,
         )
 
 
@@ -71,6 +75,17 @@ def forward_batches(
 def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
     """logprobs_BL float32, nats, of all rows in one forward pass: on the positions of completion tokens, 0 elsewhere.
     Differentiable; under the caller's autocast."""
+    if settings.router_replay:
+        check_logits(module)  # forward passes of its own, which must not come while a replay expects the batch's
+        if settings.shared_prompts:
+            check_packing(module, settings.fused_layers)
+        experts_TMK = _experts_by_position(batch, settings.shared_prompts).to(next(module.parameters()).device)
+        with replayed_experts(module, experts_TMK):
+            return _logprobs(module, batch, settings)
+    return _logprobs(module, batch, settings)
+
+
+def _logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
     temperature, logits_chunk, fused = settings.temperature, settings.logits_chunk, settings.fused_logprobs
     if settings.shared_prompts:
         return shared_prompt_logprobs(
@@ -88,3 +103,23 @@ def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSetti
     return completion_logprobs(
         module, ids_BL, lengths_B, prompt_lengths_B, temperature=temperature, logits_chunk=logits_chunk, fused=fused
     )
+
+
+def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
+    """The batch's routed experts [T, layers, k] in the order in which a forward pass has its tokens: `pack_rows`'s, or
+    that of `pad_right`'s positions, where the padding gets any. Raises ValueError for a batch without them."""
+    rows = batch.routed_experts
+    if rows is None:
+        raise ValueError("a router replay needs routed_experts")
+    if shared_prompts:
+        prompt_of_N, _ = distinct_prompts(batch.sequences, batch.prompt_lengths)
+        _, firsts_U = np.unique(prompt_of_N, return_index=True)
+        prompts = [rows[row][: batch.prompt_lengths[row]] for row in firsts_U]
+        completions = [row[start:] for row, start in zip(rows, batch.prompt_lengths, strict=True)]
+        return torch.from_numpy(np.concatenate([*prompts, *completions]))
+    layers, k = rows[0].shape[1:]
+    experts_BLMK = np.empty((len(rows), int(batch.lengths_N.max()), layers, k), dtype=rows[0].dtype)
+    experts_BLMK[:] = np.arange(k)
+    for number, row in enumerate(rows):
+        experts_BLMK[number, : len(row)] = row
+    return torch.from_numpy(experts_BLMK).flatten(0, 1)

@@ -19,7 +19,8 @@ from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import loop
 from pvg.bench.workloads.loop import LoopWorkload
-from pvg.bench.workloads.loop_engine import JOINS, Payload, RecordedEngine, first_step, recorded
+from pvg.bench.workloads.loop_engine import Payload, RecordedEngine, Stretching, first_step, recorded
+from pvg.bench.workloads.loop_sides import JOINS, Aged
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game.ledger import Ledger
 from pvg.rollout.engine import GenerationRequest, Sampling
@@ -61,7 +62,7 @@ def make(*overrides: str) -> LoopWorkload:
 
 
 def sampled(*overrides: str, plant: Any = None) -> tuple[dict[str, float], dict[str, float], Any]:
-    """One sample's measures, the derived figures, and what was stored: id -> (token ids, log-probs, text)."""
+    """One sample's measures, the derived figures, and what was stored: id -> (token ids, log-probs, text, experts)."""
 
     async def play() -> tuple[dict[str, float], dict[str, float], Any]:
         workload = make(*overrides)
@@ -76,17 +77,30 @@ def sampled(*overrides: str, plant: Any = None) -> tuple[dict[str, float], dict[
     return asyncio.run(play())
 
 
-def stored(workload: LoopWorkload) -> dict[str, tuple[list[int], list[float], str]]:
+def stored(workload: LoopWorkload) -> dict[str, tuple[list[int], list[float], str, list[Any]]]:
     state, run = workload._ledger.state, workload._run
     if state.shards:
         rows = RolloutShards(run.path).read(ShardInfo.from_plain(state.shards[-1]))
-        return {row.id: (row.completion_ids.tolist(), row.logprobs.tolist(), row.text) for row in rows}
+        return {
+            row.id: (row.completion_ids.tolist(), row.logprobs.tolist(), row.text, row.routed_experts.tolist())
+            for row in rows
+            if row.routed_experts is not None
+        }
     (file,) = run.path.glob("rollouts-*.json")
     records = json.loads(file.read_text())
-    return {row["id"]: (row["completion_ids"], row["logprobs"], row["text"]) for row in records}
+    return {row["id"]: (row["completion_ids"], row["logprobs"], row["text"], row["routed_experts"]) for row in records}
 
 
-@pytest.mark.parametrize("overrides", [(), ("workload.encoding=json", "workload.join=quadratic")])
+NAIVE = (
+    "workload.encoding=json",
+    "workload.commit=loop",
+    "workload.join=quadratic",
+    "workload.fan_out=always",
+    "rollout.grading=loop",
+)
+
+
+@pytest.mark.parametrize("overrides", [(), NAIVE])
 def test_the_runner_takes_its_samples_and_the_folder_goes(overrides: tuple[str, ...], temporary: Path) -> None:
     async def play() -> tuple[Any, dict[str, Any]]:
         return await run_variant(lambda: make(*overrides), warmup=0, repeats=2)
@@ -104,6 +118,8 @@ def test_the_runner_takes_its_samples_and_the_folder_goes(overrides: tuple[str, 
         "tokens_per_rollout": 300,
         "chunk": 16,
         "seconds": 0.02,
+        "turns": 4,
+        "expert_bytes_per_token": 8,
         "seed": 0,
     }
     written, copied = (variant.samples[name].values for name in ("bytes_written_mb", "bytes_copied_mb"))
@@ -114,43 +130,91 @@ def test_the_runner_takes_its_samples_and_the_folder_goes(overrides: tuple[str, 
     assert list(temporary.glob("pvg-*")) == []
 
 
-def test_both_encodings_and_both_joins_store_the_same() -> None:
+def test_both_sides_of_all_switches_store_the_same() -> None:
     product, _, stored_once = sampled()
-    naive, _, stored_naively = sampled("workload.encoding=json", "workload.join=quadratic")
+    naive, _, stored_naively = sampled(*NAIVE)
     assert stored_once == stored_naively
     assert len(stored_once) == 16
-    assert all(250 < len(ids) == len(logprobs) <= 300 for ids, logprobs, _ in stored_once.values())
+    for ids, logprobs, _, experts in stored_once.values():
+        assert 250 < len(ids) == len(logprobs) <= 300
+        assert np.asarray(experts).shape[0] > len(ids)  # those of the prompt too
+        assert np.asarray(experts).shape[1:] == (4, 2)
     assert naive["bytes_copied_mb"] > 5 * product["bytes_copied_mb"]
 
 
-@pytest.mark.parametrize(("name", "copied"), [("once", 8 * 10), ("quadratic", 8 * (4 + 8 + 10))])
+def some_payload(tokens: int, prompt: int = 3, turns: int = 1) -> Payload:
+    random = np.random.default_rng(0)
+    experts = random.integers(0, 256, (prompt + tokens - 1, 2, 2), dtype=np.uint8)
+    logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
+    return Payload(np.arange(tokens, dtype=np.int32), logprobs, experts, "length", duration_s=0.0, turns=turns)
+
+
+# 10 tokens of 8 bytes, and 4 for the experts of each but the last, and for those of the prompt of 3: 6 + 4 + 2.
+@pytest.mark.parametrize(
+    ("name", "copied"), [("once", 80 + 48), ("quadratic", 8 * (4 + 8 + 8 + 10) + 4 * (6 + 10 * 2 + 12))]
+)
 def test_joins_give_what_was_cut_and_count_what_they_copy(name: str, copied: int) -> None:
-    ids, logprobs = np.arange(10, dtype=np.int32), np.linspace(-1, 0, 10, dtype=np.float32)
+    payload = some_payload(10)
     join = JOINS[name]()
     for start in range(0, 10, 4):
-        join.add(ids[start : start + 4], logprobs[start : start + 4])
-    joined, joined_logprobs = join.result()
-    assert joined.tolist() == ids.tolist()
-    assert joined_logprobs.tolist() == logprobs.tolist()
-    assert (joined.dtype, joined_logprobs.dtype) == (np.int32, np.float32)
+        join.add(payload.chunk(start, min(start + 4, 10)))
+        if start == 4:
+            join.next_turn()
+    joined = join.result()
+    for found, expected in zip(joined, (payload.token_ids, payload.logprobs, payload.experts), strict=True):
+        assert found.tolist() == expected.tolist()
+        assert found.dtype == expected.dtype
     assert join.copied == copied
 
 
+@pytest.mark.parametrize("turns", [1, 4])
+def test_bytes_grow_with_the_tokens_joined_once_and_with_their_square_each_time(turns: int) -> None:
+    """What is copied of a completion twice as long: twice as much, or four times."""
+
+    def copied(name: str, tokens: int) -> int:
+        engine = RecordedEngine({"a": some_payload(tokens, turns=turns)}, chunk=4, join=JOINS[name], max_in_flight=1)
+        asyncio.run(engine.generate(request()))
+        return engine.copied
+
+    assert copied("once", 2048) / copied("once", 1024) == pytest.approx(2, rel=0.01)
+    assert copied("quadratic", 2048) / copied("quadratic", 1024) == pytest.approx(4, rel=0.03)
+
+
+def request(name: str = "a") -> GenerationRequest:
+    return GenerationRequest(name, np.arange(2, dtype=np.int32), Sampling(7, ()), seed=1)
+
+
 def test_the_engine_serves_what_is_recorded_under_an_id_as_often_as_it_is_asked() -> None:
-    payload = Payload(np.arange(7, dtype=np.int32), np.zeros(7, np.float32), "length", duration_s=0.0)
+    payload = some_payload(7)
     engine = RecordedEngine({"a": payload}, chunk=3, join=JOINS["once"], max_in_flight=4)
-    request = GenerationRequest("a", np.arange(2, dtype=np.int32), Sampling(7, ()), seed=1)
 
     async def play() -> list[Any]:
-        return await asyncio.gather(engine.generate(request), engine.generate(request))
+        return await asyncio.gather(engine.generate(request()), engine.generate(request()))
 
     for completion in asyncio.run(play()):
         assert completion.token_ids.tolist() == list(range(7))
+        assert completion.routed_experts.tolist() == payload.experts.tolist()
         assert completion.finish_reason == "length"
-    assert engine.copied == 2 * 7 * 8
+    assert engine.copied == 2 * (7 * 8 + 9 * 4)
+    assert engine.in_flight == {}
     assert (engine.stats.rows, engine.stats.tokens, engine.stats.prompt_tokens) == (2, 14, 4)
     with pytest.raises(KeyError):
-        asyncio.run(engine.generate(GenerationRequest("b", request.prompt_ids, request.sampling, 1)))
+        asyncio.run(engine.generate(request("b")))
+
+
+@pytest.mark.parametrize(("always", "tasks"), [(True, 3), (False, 0)])
+def test_a_look_makes_tasks_for_all_or_for_none_and_drops_the_same(always: bool, tasks: int) -> None:
+    class Three:
+        version = 1
+        in_flight = dict.fromkeys("abc", 1)
+
+    aged = Aged(Three(), 20.0, always=always)
+    asyncio.run(aged.look())
+    assert (aged.tasks, aged.dropped) == (tasks, [])
+    Three.version = 2
+    Three.in_flight["b"] = 2
+    asyncio.run(aged.look())
+    assert aged.dropped == ["a", "c"]
 
 
 def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> None:
@@ -167,7 +231,8 @@ def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> No
     grades = set()
     for number, (problem, rollout) in enumerate(rows):
         grades.add((rollout.grade.correct, rollout.grade.well_formed))
-        again = recorded(rollout, number, tokens=400, seconds=2.0, tokenizer=workload._tokenizer)
+        again = recorded(rollout, number, Stretching(400, 2.0, layers=3, k=2), workload._tokenizer)
+        assert again.experts.shape == (len(rollout.prompt_ids) + len(again.token_ids) - 1, 3, 2)
         assert 1.0 <= again.duration_s <= 2.0
         step = first_step(rollout.completion_ids, workload._tokenizer)
         assert 400 - step < len(again.token_ids) <= 400
@@ -199,9 +264,9 @@ class StallingTask:
 
 def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
     def plant(workload: LoopWorkload) -> None:
-        workload._dispatcher._task = StallingTask(workload._task)
+        workload._dispatcher._grader._task = StallingTask(workload._task)
 
-    measured, derived, _ = sampled(plant=plant)
+    measured, derived, _ = sampled("rollout.grading=loop", plant=plant)
     # A tick comes due at most 10 ms after the stall begins and can run when it ends.
     assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3
     assert derived["rollout_stall_ms"] > (STALL_S - 0.02) * 1e3

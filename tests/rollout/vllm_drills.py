@@ -173,6 +173,7 @@ def engine_over(
     transport: str = "filesystem",
     checksums: Checksums | None = None,
     shape: str = "",
+    wants_experts: bool = False,
     **serving: Any,
 ) -> VllmEngine:
     section = Serving(servers=tuple(urls), **{**QUICK, **serving})
@@ -190,7 +191,13 @@ def engine_over(
             *("drill", None, "float32", session),
         ),
         session=session,
-        needs=Needs(shape=shape, max_length=longest, processed_logprobs=True, lora_rank=8 * (transport == "lora")),
+        needs=Needs(
+            shape=shape,
+            max_length=longest,
+            processed_logprobs=True,
+            lora_rank=8 * (transport == "lora"),
+            routed_experts=wants_experts,
+        ),
         canary=canary_ or canary(),
         checksums=checksums,
         events=events,

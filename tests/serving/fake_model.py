@@ -6,7 +6,9 @@ test predicts every completion, also one that an update went through, and sees w
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -117,6 +119,20 @@ class Sampled:
             "stop_reason": None,
             "weight_versions": self.spans if finish_reason else None,
         }
+
+
+def routed_experts(ids: Sequence[int]) -> np.ndarray:
+    """The experts of a sequence's tokens but the last: uint8 [L - 1, 2 layers, 2], from the token and its place."""
+    ids_L = np.asarray(ids[:-1], dtype=np.int64)
+    mixed_L = ids_L * 7 + np.arange(len(ids_L))
+    return np.stack([(mixed_L + layer) % 8 for layer in range(4)], axis=1).reshape(-1, 2, 2).astype(np.uint8)
+
+
+def as_vllm_writes(array: np.ndarray) -> str:
+    """An .npy file in base64."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _draw(*what: object) -> int:

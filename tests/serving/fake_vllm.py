@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from fake_model import AS_STARTED, Sampled, Weights, prompt_logprobs, read_weights, sampled
+from fake_model import (
+    AS_STARTED,
+    Sampled,
+    Weights,
+    as_vllm_writes,
+    prompt_logprobs,
+    read_weights,
+    routed_experts,
+    sampled,
+)
 
 from pvg.serving.server_side.pvg_vllm.labels import BROKEN, Label, check_order, check_session
 from pvg.serving.server_side.pvg_vllm.refusal import Refusal
@@ -54,6 +63,7 @@ class FakeOptions:
     runner: str = "generate"
     logprobs_mode: str = "processed_logprobs"
     protocol: int = 1
+    routed_experts: bool = False  # --enable-return-routed-experts
     keeps_cache: bool = False  # across updates, so that only the salts of the client part the versions
 
 
@@ -304,12 +314,12 @@ class FakeVllm:
             scores = None
             async for _ in self._tokens(body, made):
                 scores = scores or self._scores(body)
-            reply = {"request_id": name, "choices": [made.choice(0, made.finish_reason)], "prompt_logprobs": scores}
+            reply = {"request_id": name, "choices": [self._choice(body, made, 0)], "prompt_logprobs": scores}
             return web.json_response({**reply, "usage": usage(made)})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for count in self._tokens(body, made):
-            event = {"request_id": name, "choices": [made.choice(count - 1, made.finish_reason)]}
+            event = {"request_id": name, "choices": [self._choice(body, made, count - 1)]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         if (body.get("stream_options") or {}).get("include_usage"):
             last = {"request_id": name, "choices": [], "usage": usage(made)}
@@ -317,6 +327,12 @@ class FakeVllm:
         await response.write(b"data: [DONE]\n\n")
         await asyncio.sleep(self.options.end_ms / 1e3)
         return response
+
+    def _choice(self, body: dict[str, Any], made: Sampled, first: int) -> dict[str, Any]:
+        choice = made.choice(first, made.finish_reason)
+        if self.options.routed_experts and made.finish_reason:  # all of them with the last token
+            choice["routed_experts"] = as_vllm_writes(routed_experts([*body["token_ids"], *made.ids]))
+        return choice
 
     async def _tokens(self, body: dict[str, Any], made: Sampled) -> AsyncIterator[int]:
         """Samples into `made`, one token after the other; the number of them. Weights may change between two."""

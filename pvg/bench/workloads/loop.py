@@ -3,28 +3,32 @@
     pvg bench --profile loop
     pvg bench --profile loop --ablate
 
-One sample: the dispatcher takes rollouts from an engine that serves recorded completions in chunks (see
-pvg.bench.workloads.loop_engine), has them graded, and the ledger commits them to a run directory. A monitor ticks
-beside it at 100 Hz; the lag of a tick is what any other work of the loop would have waited.
+One sample: the dispatcher takes rollouts from an engine that serves recorded completions in chunks, several turns of a
+conversation each, with the experts that a mixture-of-experts model would have chosen for every token (see
+pvg.bench.workloads.loop_engine); they are graded, and the ledger commits them to a run directory. Beside it somebody
+looks after the requests in flight, and a monitor ticks at 100 Hz; the lag of a tick is what any other work of the loop
+would have waited.
 
-Three switches have a naive side, as research code does it: `workload.encoding = "json"` makes one JSON text of all
-records on the loop instead of an Arrow shard, `workload.commit = "loop"` writes the shard on the loop instead of in a
-thread, `workload.join = "quadratic"` copies a completion anew for every chunk.
+Five switches have a naive side, as research code does it (pvg.bench.workloads.loop_sides): `workload.encoding = "json"`
+makes one JSON text of all records on the loop instead of an Arrow shard, `workload.commit = "loop"` writes the shard on
+the loop instead of in a thread, `workload.join = "quadratic"` copies a completion anew for every chunk and every turn,
+`workload.fan_out = "always"` makes a task for each request in flight to find that there is nothing to do, and
+`rollout.grading = "loop"`, which is the product's own switch, decodes and grades on the loop.
 
 Where the product's own design stalls the loop is derived: `rollout_stall_ms` while rollouts arrive, `commit_stall_ms`
-while they are committed, `decode_ms` and `grade_ms` for each single rollout that has arrived.
+while they are committed; and `decode_ms` and `grade_ms` are the work for each single rollout that has arrived.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +38,8 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.data_store import check_free_space
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts
-from pvg.bench.workloads.loop_engine import JOINS, RecordedEngine, recorded
+from pvg.bench.workloads.loop_engine import RecordedEngine, Stretching, recorded
+from pvg.bench.workloads.loop_sides import JOINS, Aged, OnTheLoop, write_json
 from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
@@ -43,8 +48,8 @@ from pvg.game.states import Phase
 from pvg.records import BASE_SOURCE, Group, Problem, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
+from pvg.rollout.grading import grading_executor
 from pvg.sections import Count, Positive, Section
-from pvg.store.atomic import write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor
@@ -53,6 +58,7 @@ from pvg.telemetry.spans import span
 MB = 1e6
 TIMED_ALONE = 16  # rollouts
 BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # of what is written, rounded up: an id, a log-prob, a few characters
+BYTES_PER_EXPERT = {"arrow": 1, "json": 6}
 
 MEASURES: dict[str, Measure] = {
     "lag_p50_ms": Measure("ms", "lower", "how late the loop was for a tick of the monitor: median"),
@@ -66,7 +72,9 @@ MEASURES: dict[str, Measure] = {
 
 
 class Settings(Section):
-    """The `[workload]` table. A rollout has about `tokens` tokens and comes in chunks of `chunk`, within `seconds`."""
+    """The `[workload]` table. A rollout has about `tokens` tokens in `turns`, `expert_layers` x `experts_per_token`
+    expert numbers for each of them, and comes in chunks of `chunk`, within `seconds`. Those in flight are looked after
+    `looks_hz` times a second."""
 
     rollouts: Count = 256
     tokens: Count = 16_384
@@ -75,6 +83,11 @@ class Settings(Section):
     encoding: Literal["arrow", "json"] = "arrow"
     commit: Literal["thread", "loop"] = "thread"
     join: Literal["once", "quadratic"] = "once"
+    turns: Count = 4
+    expert_layers: Annotated[int, Field(ge=0)] = 4
+    experts_per_token: Annotated[int, Field(ge=0)] = 2
+    fan_out: Literal["skip", "always"] = "skip"
+    looks_hz: Annotated[float, Field(gt=0, le=1000)] = 20.0
     lag_hz: Annotated[float, Field(gt=0, le=1000)] = 100.0
     seed: int = 0
 
@@ -95,15 +108,6 @@ class Stalls:
     commit: LagWindow | None
 
 
-class OnTheLoop(Executor):
-    """Runs what it is given at once, where it is given: on the event loop."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
 class LoopWorkload:
     """`samples`: how many will be taken; all that they write is kept until the workload is closed."""
 
@@ -115,6 +119,7 @@ class LoopWorkload:
         self._settings = settings
         self._samples = samples
         self._stalls: list[Stalls] = []
+        self._tasks: list[int] = []  # made to look after requests, of each sample
         self._some: list[tuple[Problem, Rollout]] = []  # of the last sample
         self.measures: Mapping[str, Measure] = MEASURES
 
@@ -124,8 +129,13 @@ class LoopWorkload:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
             settings = self._settings
-            needed = self._samples * settings.rollouts * settings.tokens * BYTES_PER_TOKEN[settings.encoding]
+            experts = settings.expert_layers * settings.experts_per_token * BYTES_PER_EXPERT[settings.encoding]
+            bytes_per_token = BYTES_PER_TOKEN[settings.encoding] + experts
+            needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
             check_free_space(folder, needed, "Set workload.tokens lower, or TMPDIR to a folder of another disk.")
+            self._grading = grading_executor(self._experiment.rollout)
+            if self._grading is not None:
+                stack.callback(self._grading.shutdown)
             await self._record()
             self._run = RunDirectory.create(folder, "loop", self._experiment)
             disk = OnTheLoop() if settings.commit == "loop" else None
@@ -148,10 +158,10 @@ class LoopWorkload:
         finally:
             await players.close()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        payloads = {
-            rollout.id: recorded(rollout, i, tokens=settings.tokens, seconds=settings.seconds, tokenizer=tokenizer)
-            for i, rollout in enumerate(rollouts)
-        }
+        how = Stretching(
+            settings.tokens, settings.seconds, settings.turns, settings.expert_layers, settings.experts_per_token
+        )
+        payloads = {rollout.id: recorded(rollout, i, how, tokenizer) for i, rollout in enumerate(rollouts)}
         self._tokens = sum(len(payload.token_ids) for payload in payloads.values())
         concurrency = experiment.rollout.concurrency
         self._engine = RecordedEngine(
@@ -159,7 +169,7 @@ class LoopWorkload:
         )
         self._task, self._tokenizer = task, tokenizer
         sampling = Sampling(settings.tokens, (tokenizer.eos_id,))
-        self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, concurrency)
+        self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, concurrency, self._grading)
 
     def work(self) -> dict[str, Any]:
         settings = self._settings
@@ -172,6 +182,8 @@ class LoopWorkload:
             "tokens_per_rollout": settings.tokens,
             "chunk": settings.chunk,
             "seconds": settings.seconds,
+            "turns": settings.turns,
+            "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
             "seed": settings.seed,
         }
 
@@ -181,7 +193,7 @@ class LoopWorkload:
         async with LoopLagMonitor(hz) as whole:
             with span("rollout"):
                 async with LoopLagMonitor(hz) as sampling:
-                    groups = await _sample(self._dispatcher, self._orders, self._settings.seed)
+                    groups = await self._looked_after()
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             wrote = time.perf_counter()
             with span("checkpoint"):
@@ -202,6 +214,21 @@ class LoopWorkload:
             "bytes_copied_mb": (self._engine.copied - copied) / MB,
         }
 
+    async def _looked_after(self) -> list[Group]:
+        """One batch, while somebody looks after it."""
+        settings = self._settings
+        aged = Aged(self._engine, settings.looks_hz, always=settings.fan_out == "always")
+        looking = asyncio.create_task(aged.look_after())
+        try:
+            groups = await _sample(self._dispatcher, self._orders, settings.seed)
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
+        if not looking.cancelled():
+            looking.result()
+        self._tasks.append(aged.tasks)
+        return groups
+
     async def _commit(self, rollouts: Sequence[Rollout]) -> int:
         """What a run does at a commit point, as a run does it. Returns the bytes of the records."""
         ledger = self._ledger
@@ -218,7 +245,7 @@ class LoopWorkload:
     def derived(self) -> dict[str, float]:
         """Medians over the samples: the longest stall while rollouts arrive (several are joined, decoded and graded at
         one go), and that of the commit. Medians over some rollouts, timed alone: decoding its tokens and grading
-        its text, which the loop does itself. And the mean tokens of a rollout."""
+        its text. And the tasks that were made in vain, and the mean tokens of a rollout."""
         decode_s, grade_s = [], []
         for problem, rollout in self._some:
             started = time.perf_counter()
@@ -232,6 +259,7 @@ class LoopWorkload:
             "grade_ms": statistics.median(grade_s) * 1e3,
             "rollout_stall_ms": statistics.median(_longest_ms(stalls.rollout) for stalls in self._stalls),
             "commit_stall_ms": statistics.median(_longest_ms(stalls.commit) for stalls in self._stalls),
+            "fan_out_tasks": statistics.median(self._tasks),
             "mean_tokens": self._tokens / self._settings.rollouts,
         }
 
@@ -242,20 +270,6 @@ class LoopWorkload:
 async def _sample(dispatcher: Dispatcher, orders: Sequence[GroupOrder], seed: int) -> list[Group]:
     """The same request ids every time: what was recorded under one is served under it."""
     return await dispatcher.sample(orders, round_=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench")
-
-
-def write_json(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """All records as one JSON text, numbers one by one: the naive encoding. As durable as a shard."""
-    records = [
-        {
-            **asdict(rollout),
-            "prompt_ids": rollout.prompt_ids.tolist(),
-            "completion_ids": rollout.completion_ids.tolist(),
-            "logprobs": rollout.logprobs.tolist(),
-        }
-        for rollout in rollouts
-    ]
-    write_atomic(path, json.dumps(records).encode())
 
 
 def _longest_ms(window: LagWindow | None) -> float:

@@ -1,0 +1,223 @@
+"""Grading in a thread: the loop goes on meanwhile, grades and requests are the same as on the loop, errors are told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_policies import tiny_model, with_engine
+
+from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
+from pvg.rollout.deadlines import Deadline
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.grading import TRIP_TOKENS, Grader
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.telemetry.spans import Tracer, span
+
+TOKENIZER = tiny_model().tokenizer
+EOS = TOKENIZER.eos_id
+PROBLEM = Problem("p", "1+1?", "2")
+LIMIT_S = 60.0
+
+
+class LengthTask:
+    """Notes the length of the text; does `before` first."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+        self.threads: list[str] = []
+
+    def problems(self, split: Split) -> Iterable[Problem]:
+        return []
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        self.threads.append(threading.current_thread().name)
+        if self.before is not None:
+            self.before(completion)
+        return Grade(len(completion) % 2 == 0, bool(completion), note=str(len(completion)))
+
+
+def completion(text: str, *, stopped: bool = True, repeats: int = 1) -> Completion:
+    ids = np.tile(TOKENIZER.encode(text), repeats)
+    ids = np.append(ids, np.int32(EOS)) if stopped else ids
+    zeros = np.zeros(len(ids), np.float32)
+    return Completion("r", ids, zeros, (VersionSpan(0, 0),), "stop" if stopped else "length", Timing())
+
+
+@pytest.fixture
+def thread() -> Any:
+    with ThreadPoolExecutor(1, "grading") as found:
+        yield found
+
+
+def test_the_text_is_without_its_stop_token_and_graded_where_it_is_asked_for(thread: ThreadPoolExecutor) -> None:
+    async def play(grader: Grader) -> Any:
+        stopped, cut = completion("7=12"), completion("7=1", stopped=False)
+        return await asyncio.gather(grader.grade(PROBLEM, stopped), grader.grade(PROBLEM, cut))
+
+    found = []
+    for executor, names in ((None, {"MainThread"}), (thread, {"grading_0"})):
+        task = LengthTask()
+        found.append(asyncio.run(play(Grader(task, TOKENIZER, executor))))
+        assert set(task.threads) == names
+    assert found[0] == found[1] == [("7=12", Grade(True, True, note="4")), ("7=1", Grade(False, True, note="3"))]
+
+
+def test_the_loop_goes_on_while_a_completion_is_graded(thread: ThreadPoolExecutor) -> None:
+    """The task waits for what only the loop can do: on the loop, it would wait for ever."""
+    seen = threading.Event()
+
+    def wait(_: str) -> None:
+        assert seen.wait(LIMIT_S), "the loop stood still"
+
+    async def play() -> None:
+        grading = asyncio.create_task(Grader(LengthTask(wait), TOKENIZER, thread).grade(PROBLEM, completion("1")))
+        await asyncio.sleep(0.01)
+        seen.set()
+        assert (await grading)[0] == "1"
+
+    asyncio.run(play())
+
+
+def test_many_short_ones_travel_together_and_long_ones_alone(thread: ThreadPoolExecutor) -> None:
+    """Counted by the spans of the trips: one for each."""
+
+    async def play(tokens: int, count: int) -> int:
+        tracer, grader = Tracer(), Grader(LengthTask(), TOKENIZER, thread)
+        one = completion("1", stopped=False, repeats=tokens)
+        with tracer.drive(), span("rollout"):
+            found = await asyncio.gather(*(grader.grade(PROBLEM, one) for _ in range(count)))
+        assert [len(text) for text, _ in found] == [tokens] * count
+        return sum(row.name == "grade" for row in tracer.take_spans())
+
+    assert asyncio.run(play(10, 300)) == 2  # the first alone, and all that came while it was away
+    assert asyncio.run(play(TRIP_TOKENS + 1, 3)) == 3
+
+
+def test_what_a_task_raises_is_told_and_the_next_is_graded(thread: ThreadPoolExecutor) -> None:
+    def refuse(text: str) -> None:
+        if text == "8":
+            raise ValueError("a grader's defect")
+
+    async def play() -> None:
+        grader = Grader(LengthTask(refuse), TOKENIZER, thread)
+        with pytest.raises(ValueError, match="a grader's defect"):
+            await grader.grade(PROBLEM, completion("8"))
+        assert (await grader.grade(PROBLEM, completion("9")))[0] == "9"
+
+    asyncio.run(play())
+
+
+def test_a_caller_that_leaves_is_not_graded_for_and_keeps_nobody_waiting(thread: ThreadPoolExecutor) -> None:
+    free, task = threading.Event(), LengthTask()
+    task.before = lambda text: free.wait(LIMIT_S) if text == "1" else None
+
+    async def play() -> list[str]:
+        grader = Grader(task, TOKENIZER, thread)
+        calls = [asyncio.create_task(grader.grade(PROBLEM, completion(text))) for text in ("1", "22", "333")]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        await asyncio.wait(calls[1:2])
+        calls[0].cancel()  # on its way already
+        free.set()
+        return [text for text, _ in [await calls[2]]]
+
+    assert asyncio.run(play()) == ["333"]
+    assert len(task.threads) == 2
+
+
+# --- with the dispatcher -----------------------------------------------------------------------------------------
+
+
+def orders(count: int, size: int) -> list[GroupOrder]:
+    return [
+        GroupOrder(Problem(f"p{i}", f"{i}+1?", f"{i + 1}"), Role.HELPFUL, TOKENIZER.encode(f"H{i}+1?"), i, size)
+        for i in range(count)
+    ]
+
+
+async def sampled(engine: Any, executor: Any, task: Any, **options: Any) -> list[Group]:
+    dispatcher = Dispatcher(engine, task, TOKENIZER, Sampling(8, (EOS,)), 16, executor)
+    wanted = orders(6, 8)
+    return await dispatcher.sample(wanted, round_=0, source="base", step=0, seed=5, prefix="r", **options)
+
+
+def test_where_it_is_graded_changes_no_bit_of_what_is_sampled(thread: ThreadPoolExecutor) -> None:
+    """More rollouts than places: a slow grader must not delay the requests, whose company decides their last bits."""
+
+    def play(executor: Any) -> list[Group]:
+        async def use(engine: TorchEngine) -> list[Group]:
+            return await sampled(engine, executor, LengthTask())
+
+        found: list[Group] = with_engine(use, max_rows=16, max_in_flight=16)
+        return found
+
+    for one, other in zip(play(None), play(thread), strict=True):
+        for left, right in zip(one.rollouts, other.rollouts, strict=True):
+            assert (left.id, left.text, left.grade) == (right.id, right.text, right.grade)
+            assert left.completion_ids.tobytes() == right.completion_ids.tobytes()
+            assert left.logprobs.tobytes() == right.logprobs.tobytes()
+
+
+class Ready:
+    """Answers at once."""
+
+    version, max_in_flight = 0, 1000
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.asked += 1
+        await asyncio.sleep(0)
+        return completion("7=")
+
+
+def test_a_place_is_free_as_soon_as_the_engine_has_answered(thread: ThreadPoolExecutor) -> None:
+    engine, asked, free = Ready(), [], threading.Event()
+    task = LengthTask(lambda _: free.wait(LIMIT_S))
+
+    async def play() -> None:
+        sampling = asyncio.create_task(sampled(engine, thread, task))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        asked.append(engine.asked)
+        free.set()
+        await sampling
+
+    asyncio.run(play())
+    assert asked == [48]  # three times the places, and not one is graded yet
+
+
+def test_a_deadline_does_not_cut_what_is_sampled_and_waits_for_its_grade(thread: ThreadPoolExecutor) -> None:
+    free = threading.Event()
+    task = LengthTask(lambda _: free.wait(LIMIT_S))
+
+    async def play() -> list[Group]:
+        deadline = Deadline(0.001, least=0)
+        sampling = asyncio.create_task(sampled(Ready(), thread, task, deadline=deadline))
+        await asyncio.sleep(0.05)
+        free.set()
+        return await sampling
+
+    assert [(len(group.rollouts), group.cancelled) for group in asyncio.run(play())] == [(8, 0)] * 6
+
+
+def test_the_budget_of_a_step_closes_over_the_thread(thread: ThreadPoolExecutor) -> None:
+    async def play() -> None:
+        tracer = Tracer()
+        with tracer.drive():
+            with span("rollout"):
+                await sampled(Ready(), thread, LengthTask())
+            record = tracer.close_step()
+        assert {"rollout", "grade"} <= record.exposed.keys()
+        assert sum(record.exposed.values()) == pytest.approx(record.wall_s)
+        assert record.busy["grade"] > 0
+
+    asyncio.run(play())
