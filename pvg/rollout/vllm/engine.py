@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ from pvg.serving.fleet import Fleet, Server, StaleWeights
 from pvg.serving.labels import BROKEN, Label, Session, salt
 from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
+from pvg.telemetry.spans import run_in
 from pvg.weights import SyncTiming, WeightUpdate
 from pvg.weights.canary import Canary, Expected
 from pvg.weights.checksums import Checksums
@@ -55,6 +57,7 @@ from pvg.weights.transports.transport import Transport
 if TYPE_CHECKING:
     from pvg.weights.transports.adapters import AdapterTransport
 
+LONG_REPLY = 1 << 18  # bytes that take some milliseconds to read: 2,000 tokens with their log-probs
 UNPUBLISHED = -1  # the version before the first that was published: whatever a server happens to have
 
 
@@ -119,6 +122,7 @@ class VllmEngine(Engine):
         self._in_flight = 0
         self._in_flight_since = 0.0
         self._closed = False
+        self._reading = ThreadPoolExecutor(1, "pvg-read")  # its thread begins with the first long reply
 
     @property
     def version(self) -> int:
@@ -228,12 +232,16 @@ class VllmEngine(Engine):
         )
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline is around all attempts
-            return read_generated(reply.json(), url)
+            return await self._read(len(reply.body), lambda: read_generated(reply.json(), url))
         stretch = Stretch(url)
         async with self._pool.events(url, body, timeout_s=None) as events:
             async for event in events:
                 request.on_tokens(stretch.feed(event))
-        return stretch.finish()
+        return await self._read(len(stretch.experts or ""), stretch.finish)
+
+    async def _read(self, size: int, read: Callable[[], Generated]) -> Generated:
+        """Short replies at once; a long one would hold the loop for as long as it takes to read."""
+        return read() if size < LONG_REPLY else await run_in(self._reading, read)
 
     def _spans(self, server: Server, generated: Generated, label: str, version: int) -> tuple[VersionSpan, ...]:
         """The versions of the tokens. Raises StaleWeights for tokens of weights that the server should not have."""
@@ -443,6 +451,7 @@ class VllmEngine(Engine):
             return
         self._closed = True
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
+            rest.callback(self._reading.shutdown, wait=False)
             rest.push_async_callback(self._control_pool.close)
             rest.push_async_callback(self._pool.close)
             rest.push_async_callback(self._transport.close)
