@@ -135,7 +135,7 @@ def _check_window(module: nn.Module, longest: int) -> None:
     config = cast(Any, module).config.get_text_config()
     for name in ("sliding_window", "attention_chunk_size"):
         window = getattr(config, name, None)
-        if window is not None and longest > window:
+        if window and longest > window:  # 0 is how Qwen2-MoE says none
             raise ConfigurationError(
                 f"A row of {longest} tokens is longer than {type(module).__name__}'s {name} of {window}, which prompts "
                 "that are computed once do not know.",

@@ -353,14 +353,17 @@ def routed_experts(batch: pa.RecordBatch) -> list[RoutedExperts | None]:
     in the file. Raises ValueError for shapes that do not fit their bytes."""
     if EXPERTS not in batch.schema.names:
         return [None] * batch.num_rows
+    column, shapes = batch.column(EXPERTS), batch.column(EXPERTS_SHAPE).to_pylist()
+    _, offsets, data = column.buffers()
+    ends = np.frombuffer(offsets, np.int64, len(column) + 1, column.offset * 8).tolist()
     rows: list[RoutedExperts | None] = []
-    for value, shape in zip(batch.column(EXPERTS), batch.column(EXPERTS_SHAPE).to_pylist(), strict=True):
-        if not value.is_valid or shape is None:
+    for start, end, shape in zip(ends, ends[1:], shapes, strict=False):
+        if shape is None:
             rows.append(None)
             continue
         *lengths, size = shape
         if size not in (1, 2) or min(lengths) < 0:
             raise ValueError(f"routed experts of the shape {shape}")
-        dtype = np.uint8 if size == 1 else np.uint16
-        rows.append(np.frombuffer(value.as_buffer(), dtype=dtype).reshape(lengths))
+        found = np.frombuffer(data, np.uint8, end - start, start)
+        rows.append(found.view(np.uint8 if size == 1 else np.uint16).reshape(lengths))
     return rows

@@ -40,7 +40,7 @@ def tiny_experts(kind: str = "mixtral", seed: int = 0) -> PreTrainedModel:
         own |= {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}
         model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**own))
     else:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, head_dim=8))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, head_dim=8, norm_topk_prob=True))
     for name, weight in model.named_parameters():
         if name.endswith("gate.weight"):  # zeros as they are made: all experts alike
             torch.nn.init.normal_(weight, std=0.5)

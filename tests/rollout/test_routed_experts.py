@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_model import as_vllm_writes, routed_experts
-from vllm_drills import Drill, request, run
+from vllm_drills import Drill, as_vllm_writes, request, routed_experts, run
 
 from pvg.errors import ConfigurationError
 from pvg.rollout.vllm.wire import read_generated, read_routed_experts

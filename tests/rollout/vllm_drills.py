@@ -25,7 +25,7 @@ SERVING = Path(__file__).parent.parent / "serving"
 sys.path.insert(0, str(SERVING))
 
 from fake_model import Weights as Fingerprinted  # noqa: E402
-from fake_model import prompt_logprobs, sampled  # noqa: E402
+from fake_model import as_vllm_writes, prompt_logprobs, routed_experts, sampled  # noqa: E402
 from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
 from patience import until  # noqa: E402
@@ -42,7 +42,20 @@ from pvg.weights.canary import Canary  # noqa: E402
 from pvg.weights.checksums import Checksums  # noqa: E402
 from pvg.weights.transports import open_transport  # noqa: E402
 
-__all__ = ["Drill", "Fault", "check", "drill", "engine_over", "fingerprint", "process_drill", "request", "run", "until"]
+__all__ = [
+    "Drill",
+    "Fault",
+    "as_vllm_writes",
+    "check",
+    "drill",
+    "engine_over",
+    "fingerprint",
+    "process_drill",
+    "request",
+    "routed_experts",
+    "run",
+    "until",
+]
 
 KEY = "the-key-of-the-drills"
 STOP = 1
