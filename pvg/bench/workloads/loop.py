@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import statistics
 import tempfile
 import time
@@ -142,6 +143,11 @@ class LoopWorkload:
             self._ledger = Ledger(self._run, self._experiment, "bench", disk)
             stack.callback(self._ledger.close)
             await self._ledger.commit(self._ledger.state.enter(Phase.MINT))
+            # As the game does it (pvg.game.players): the collector would go through a million objects of torch again
+            # and again, 0.2 s each time.
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             self._stack = stack.pop_all()
 
     async def _record(self) -> None:
