@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,10 @@ from pvg.rollout.grading import Grader
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
     from pvg.tasks.task import Task
+
+
+# Rollouts that begin in one turn of the event loop: 10 ms of work. A mint's 4,096 at once would be 50 ms.
+BEGUN_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,37 +140,50 @@ class Dispatcher:
 
         async def one(gathering: _Gathering, index: int) -> Rollout:
             nonlocal finished
-            rollout = await self._rollout(gathering, index, call, semaphore)
+            async with AsyncExitStack() as place:
+                await place.enter_async_context(semaphore)
+                if gathering.watch is not None:
+                    gathering.watch.begin()
+                rollout = await self._rollout(gathering, index, call, place.aclose)
             finished += 1
             gathering.finishes.append(time.perf_counter())
             if on_done is not None:
                 on_done(finished)
             return rollout
 
+        async def start(tasks: list[asyncio.Task[Rollout]]) -> None:
+            begun = 0
+            for gathering in gatherings:
+                if begun >= BEGUN_AT_A_TIME:
+                    await asyncio.sleep(0)
+                    begun = 0
+                begun += gathering.order.size
+                gathering.start([one(gathering, index) for index in range(gathering.order.size)])
+                tasks.extend(gathering.tasks)
+
         gatherings = _gatherings(orders, deadline)
         try:
-            for gathering in gatherings:
-                gathering.start([one(gathering, index) for index in range(gathering.order.size)])
-            await _all_or_none([task for gathering in gatherings for task in gathering.tasks])
+            await _all_or_none(start)
         finally:
             for gathering in gatherings:
                 gathering.stop()
         return [gathering.result() for gathering in gatherings]
 
-    async def _rollout(self, gathering: _Gathering, index: int, call: _Call, semaphore: asyncio.Semaphore) -> Rollout:
+    async def _rollout(
+        self, gathering: _Gathering, index: int, call: _Call, leave: Callable[[], Awaitable[None]]
+    ) -> Rollout:
+        """`leave` frees the rollout's place in the engine, once it has been sampled: what the engine is asked next, and
+        when, does not depend on who grades."""
         order = gathering.order
         rollout_id = f"{call.prefix}/{order.group:05d}/{index:02d}"
         seed = request_seed(call.seed, order.group, index)
         # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
         tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
         request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell)
-        async with semaphore:
-            if gathering.watch is not None:
-                gathering.watch.begin()
-            completion = await self._engine.generate(request)
-            if gathering.watch is not None:
-                gathering.watch.arrived()
-        # The place is free again: what the engine is asked next, and when, does not depend on who grades.
+        completion = await self._engine.generate(request)
+        if gathering.watch is not None:
+            gathering.watch.arrived()
+        await leave()
         text, grade = await self._grader.grade(order.problem, completion)
         return Rollout(
             id=rollout_id,
@@ -207,11 +225,14 @@ def _gatherings(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list
     return [_Gathering(order, watch) for order in orders]
 
 
-async def _all_or_none(tasks: Sequence[asyncio.Task[Rollout]]) -> None:
-    """Wait for all. On the first failure, or when cancelled, nothing is left running behind."""
-    if not tasks:
-        return
+async def _all_or_none(start: Callable[[list[asyncio.Task[Rollout]]], Awaitable[None]]) -> None:
+    """Wait for all tasks that `start` adds to its list. On the first failure, or when cancelled, nothing is left
+    running behind."""
+    tasks: list[asyncio.Task[Rollout]] = []
     try:
+        await start(tasks)
+        if not tasks:
+            return
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:

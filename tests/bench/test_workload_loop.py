@@ -88,7 +88,15 @@ def stored(workload: LoopWorkload) -> dict[str, tuple[list[int], list[float], st
         }
     (file,) = run.path.glob("rollouts-*.json")
     records = json.loads(file.read_text())
-    return {row["id"]: (row["completion_ids"], row["logprobs"], row["text"], row["routed_experts"]) for row in records}
+    return {
+        row["id"]: (
+            row["completion_ids"],
+            row["logprobs"],
+            row["text"],
+            np.reshape(row["routed_experts"], row["routed_shape"]).tolist(),
+        )
+        for row in records
+    }
 
 
 NAIVE = (

@@ -12,7 +12,7 @@ from tiny_policies import tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
+from pvg.rollout.dispatcher import BEGUN_AT_A_TIME, Dispatcher, GroupOrder, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 
@@ -190,3 +190,35 @@ def test_with_the_torch_engine_a_run_repeats_bit_by_bit_in_full_batches() -> Non
             assert left.completion_ids.tobytes() == right.completion_ids.tobytes()
             assert left.logprobs.tobytes() == right.logprobs.tobytes()
     assert len({rollout.text for group in first for rollout in group.rollouts}) > 30
+
+
+def test_many_rollouts_begin_over_several_turns_of_the_loop_and_in_order() -> None:
+    engine, turns = ScriptedEngine(), []
+
+    async def play() -> None:
+        sampling = asyncio.create_task(sample(dispatcher_of(engine, concurrency=1000), orders(count=300, size=4)))
+        while not sampling.done():
+            await asyncio.sleep(0)
+            turns.append(len(engine.seen))
+        await sampling
+
+    asyncio.run(play())
+    assert max(after - before for before, after in zip([0, *turns], turns, strict=False)) <= 2 * BEGUN_AT_A_TIME
+    assert [request.id for request in engine.seen] == [
+        f"r2/mint/{10 * (300 - g):05d}/0{i}" for g in range(300) for i in range(4)
+    ]
+
+
+def test_a_caller_that_is_cancelled_while_rollouts_begin_leaves_nothing_running() -> None:
+    engine = ScriptedEngine(fail_at=9999)  # waits for ever
+
+    async def play() -> None:
+        sampling = asyncio.create_task(sample(dispatcher_of(engine, concurrency=1000), orders(count=300, size=4)))
+        await asyncio.sleep(0)
+        sampling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+        assert engine.now == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play())

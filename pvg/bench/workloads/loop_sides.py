@@ -166,8 +166,15 @@ def write_json(path: Path, rollouts: Sequence[Rollout]) -> None:
             "prompt_ids": rollout.prompt_ids.tolist(),
             "completion_ids": rollout.completion_ids.tolist(),
             "logprobs": rollout.logprobs.tolist(),
-            "routed_experts": None if rollout.routed_experts is None else rollout.routed_experts.tolist(),
+            **_plain_experts(rollout.routed_experts),
         }
         for rollout in rollouts
     ]
     write_atomic(path, json.dumps(records).encode())
+
+
+def _plain_experts(experts: RoutedExperts | None) -> dict[str, Any]:
+    """Flat: a list for each token and layer would be 16 million objects for the garbage collector."""
+    if experts is None:
+        return {"routed_experts": None}
+    return {"routed_experts": experts.reshape(-1).tolist(), "routed_shape": experts.shape}
