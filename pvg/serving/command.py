@@ -82,6 +82,7 @@ def server_spec(
     check_heads(folder, interpreter)
     if purpose == "prover":
         check_transport(experiment, interpreter)
+        check_experts(experiment, interpreter)
     name = model_name(experiment, purpose, folder)
     runner: Literal["generate", "pooling"] = "pooling" if kind_for(experiment, purpose) == "classifier" else "generate"
     arguments = ["--model", str(folder), "--served-model-name", name, "--host", host, "--port", str(port)]
@@ -92,9 +93,12 @@ def server_spec(
     # A line per request would be most of the log, and cost the event loop that answers them.
     arguments += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     arguments += experiment.serving.extra_args
+    environment = server_environment(experiment, interpreter, host)
+    if purpose == "prover" and experiment.rollout.routed_experts:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner tells the experts of tokens
     return ServerSpec(
         command=(str(interpreter.python), "-m", MODULE, *arguments),
-        environment=server_environment(experiment, interpreter, host),
+        environment=environment,
         host=host,
         port=port,
         model=name,
@@ -131,6 +135,16 @@ def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
         raise ConfigurationError(
             f"weights.transport = {transport!r} copies from GPU to GPU, and {interpreter.python} has vLLM's CPU build.",
             "Set weights.transport to 'filesystem'.",
+        )
+
+
+def check_experts(experiment: Experiment, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError where the server could not tell the experts of its tokens."""
+    if experiment.rollout.routed_experts and interpreter.device == "cpu":
+        raise ConfigurationError(
+            f"rollout.routed_experts needs a part of vLLM that runs on Triton, and {interpreter.python} has the CPU "
+            "build, which is without.",
+            "Serve from a GPU, or set rollout.engine to 'torch'.",
         )
 
 

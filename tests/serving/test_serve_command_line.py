@@ -104,6 +104,18 @@ def test_adapters_only_where_the_trainer_makes_them(tmp_path: Path) -> None:
     assert "--enable-lora" not in verifier.command
 
 
+def test_a_provers_server_tells_the_experts_of_its_tokens_where_it_can(tmp_path: Path) -> None:
+    asked = "rollout.routed_experts=true"
+    spec = spec_for(tmp_path, asked, interpreter=GPU)
+    assert "--enable-return-routed-experts" in spec.command
+    assert spec.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    for other in (spec_for(tmp_path, interpreter=GPU), spec_for(tmp_path, asked, purpose="verifier", interpreter=GPU)):
+        assert "--enable-return-routed-experts" not in other.command
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in other.environment
+    with pytest.raises(ConfigurationError, match="CPU build, which is without"):
+        spec_for(tmp_path, asked)
+
+
 @pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("ipc", "pvg_ipc")])
 def test_device_transports_name_their_backend(tmp_path: Path, transport: str, backend: str) -> None:
     spec = spec_for(tmp_path, f"weights.transport={transport}", interpreter=GPU)
