@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiny_policies import tiny_model
 from vllm_drills import Drill, as_vllm_writes, request, routed_experts, run
 
 from pvg.errors import ConfigurationError
+from pvg.records import Problem, Role, Timing, VersionSpan
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.vllm.wire import read_generated, read_routed_experts
+from pvg.sections import ModchainTask
 from pvg.serving.pool import Malformed
+from pvg.tasks import open_task
+from pvg.training.batch import routed_experts_of
 
 SHAPES = [(5, 4, 2), (1, 1, 1), (70, 3, 8)]
 
@@ -96,3 +105,31 @@ def test_a_server_that_does_not_tell_them_is_named_with_a_remedy(tmp_path: Path)
         assert "pvg serve" in str(caught.value.remedy)
 
     run(use, tmp_path, wants_experts=True)
+
+
+class Telling:
+    """An engine whose completions carry experts, all in one array."""
+
+    version, max_in_flight = 0, 100
+
+    def __init__(self) -> None:
+        self.told: dict[str, np.ndarray] = {}
+
+    async def generate(self, asked: GenerationRequest) -> Completion:
+        ids = np.array([5, 6, 7], np.int32)
+        experts = np.zeros((len(asked.prompt_ids) + 2, 2, 2), np.uint8)
+        self.told[asked.id] = experts
+        spans, zeros = (VersionSpan(0, 0),), np.zeros(3, np.float32)
+        return Completion(asked.id, ids, zeros, spans, "length", Timing(), experts)
+
+
+def test_from_the_engine_to_the_batch_nobody_copies_them() -> None:
+    engine, tokenizer = Telling(), tiny_model().tokenizer
+    dispatcher = Dispatcher(engine, open_task(ModchainTask()), tokenizer, Sampling(3, ()), 8)  # type: ignore[arg-type]
+    order = GroupOrder(Problem("p", "1+1?", "2"), Role.HELPFUL, np.arange(2, 6, dtype=np.int32), 0, 3)
+    groups = asyncio.run(dispatcher.sample([order], round_=0, source="base", step=0, seed=1, prefix="r"))
+    rollouts = [replace(rollout, score=0.5) for rollout in groups[0].rollouts]
+    for found, rollout in zip(routed_experts_of(rollouts) or [], rollouts, strict=True):
+        assert found is engine.told[rollout.id]
+    with pytest.raises(ValueError, match="2 of 3 rollouts have routed experts"):
+        routed_experts_of([*rollouts[:2], replace(rollouts[2], routed_experts=None)])
