@@ -14,7 +14,7 @@ from tiny_policies import tiny_model
 from vllm_drills import Drill, as_vllm_writes, request, routed_experts, run
 
 from pvg.errors import ConfigurationError
-from pvg.records import Problem, Role, Timing, VersionSpan
+from pvg.records import Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.vllm.wire import read_generated, read_routed_experts
@@ -125,8 +125,9 @@ class Telling:
 
 def test_from_the_engine_to_the_batch_nobody_copies_them() -> None:
     engine, tokenizer = Telling(), tiny_model().tokenizer
-    dispatcher = Dispatcher(engine, open_task(ModchainTask()), tokenizer, Sampling(3, ()), 8)  # type: ignore[arg-type]
-    order = GroupOrder(Problem("p", "1+1?", "2"), Role.HELPFUL, np.arange(2, 6, dtype=np.int32), 0, 3)
+    task = open_task(ModchainTask(problems=64, test_problems=8))
+    dispatcher = Dispatcher(engine, task, tokenizer, Sampling(3, ()), 8)  # type: ignore[arg-type]
+    order = GroupOrder(next(iter(task.problems("train"))), Role.HELPFUL, np.arange(2, 6, dtype=np.int32), 0, 3)
     groups = asyncio.run(dispatcher.sample([order], round_=0, source="base", step=0, seed=1, prefix="r"))
     rollouts = [replace(rollout, score=0.5) for rollout in groups[0].rollouts]
     for found, rollout in zip(routed_experts_of(rollouts) or [], rollouts, strict=True):
