@@ -102,6 +102,13 @@ class Rollouts(Section):
     group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
     # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
     min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
+    prefetch: Annotated[int, Field(ge=0)] = (
+        0  # batches sampled ahead of the trainer; 0: sampling and training take turns
+    )
+    max_staleness: Count | None = (
+        None  # with prefetch: versions that a rollout may be behind when it is trained on, its
+    )
+    # time in flight and in the queue counted; what is older is dropped. None: prefetch + 1
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
@@ -111,6 +118,16 @@ class Rollouts(Section):
     decoding: Literal["lean", "module"] = "lean"
     # "continuous": requests join as rows finish (lean decoding only); "whole": a batch is decoded to its end
     batching: Literal["continuous", "whole"] = "continuous"
+
+    @property
+    def staleness_budget(self) -> int:
+        """Versions of the policy that a rollout may be behind when it is trained on.
+
+        Groups that are taken in the order they were begun are trained on `prefetch` + 1 versions after they were: with
+        less, most of what is sampled ahead would be dropped."""
+        if not self.prefetch:
+            return 0
+        return self.prefetch + 1 if self.max_staleness is None else self.max_staleness
 
 
 class Verifier(Section):
@@ -160,6 +177,11 @@ class Training(Section):
     kl: Annotated[float, Field(ge=0.0)] = 0.02
     clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
     clip_high: Annotated[float, Field(gt=0.0)] | None = None
+    off_policy: Literal["sampled", "decoupled"] = (
+        "sampled"  # stale rollouts: clip around the log-probs of their sampler,
+    )
+    # or around those of the policy at batch start, weighted by what the policy has moved since (one more forward pass)
+    importance_cap: Positive = 5.0  # of that weight
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared

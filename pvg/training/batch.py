@@ -27,8 +27,9 @@ class PolicyBatch:
 
     `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
     sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
-    `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss a
-    plain sum over rows; an objective's `prepare` fills it.
+    `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: where they are there, the
+    ratio is taken against them. `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row.
+    `row_weights_N` makes the loss a plain sum over rows; an objective's `prepare` fills it.
 
     Raises ValueError when the lengths do not fit together.
     """
@@ -42,6 +43,7 @@ class PolicyBatch:
     group_ids_N: Int32
     versions_N: Int32
     row_weights_N: Float32 | None = None
+    proximal_logprobs: list[Float32] | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.sequences)
@@ -56,7 +58,11 @@ class PolicyBatch:
         for name, array in arrays.items():
             if array is not None and array.shape != (rows,):
                 raise ValueError(f"{name} has shape {array.shape} for {rows} rows")
-        for name, logprobs in (("sampled", self.sampled_logprobs), ("reference", self.reference_logprobs)):
+        for name, logprobs in (
+            ("sampled", self.sampled_logprobs),
+            ("reference", self.reference_logprobs),
+            ("proximal", self.proximal_logprobs),
+        ):
             if logprobs is not None and not np.array_equal(_lengths(logprobs), self.completion_lengths_N):
                 raise ValueError(f"{name}_logprobs must have one value for each completion token of each row")
 
@@ -75,7 +81,7 @@ class PolicyBatch:
 
     def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
         """These rows, in this order."""
-        reference, weights = self.reference_logprobs, self.row_weights_N
+        reference, weights, proximal = self.reference_logprobs, self.row_weights_N, self.proximal_logprobs
         return PolicyBatch(
             sequences=[self.sequences[row] for row in rows],
             prompt_lengths=self.prompt_lengths[rows],
@@ -86,6 +92,7 @@ class PolicyBatch:
             group_ids_N=self.group_ids_N[rows],
             versions_N=self.versions_N[rows],
             row_weights_N=None if weights is None else weights[rows],
+            proximal_logprobs=None if proximal is None else [proximal[row] for row in rows],
         )
 
     def with_weights(self, row_weights_N: Float32) -> PolicyBatch:
