@@ -58,9 +58,10 @@ class Prefetcher:
         self._open.published(version)
 
     async def close(self) -> None:
-        """Cancel and await what is in flight."""
+        """Cancel and await what is in flight, scores included."""
         if self._pipeline is not None:
             await self._pipeline.close()
+            await self._scorer.drop()
 
     async def _sample(self, number: int, gate: Gate) -> Group:
         """Group `number` of the phase, scored."""

@@ -190,7 +190,8 @@ class ProverPhase:
         if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
             # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
-            cache = self.scorer.cache_state()
+            # Sampled ahead, nothing is repeated bit by bit, and there may be no moment without a score on its way.
+            cache = {} if self.source.prefetcher is not None else self.scorer.cache_state()
             await session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
 
     async def _publish(self) -> None:
@@ -218,7 +219,8 @@ class ProverPhase:
             return
         tensors, meta = checkpoint
         cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
-        self.scorer.load_cache_state(cache)
+        if self.source.prefetcher is None:
+            self.scorer.load_cache_state(cache)
         self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
         self.source.batches_done = state.progress["batches"]
         if self.source.tracker is not None:

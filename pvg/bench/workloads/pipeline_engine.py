@@ -59,7 +59,8 @@ class ChildEngine(Engine):
             stdout=asyncio.subprocess.PIPE,
             limit=LONGEST_LINE,
         )
-        self._reading = asyncio.create_task(self._read())
+        assert self._process.stdout is not None
+        self._reading = asyncio.create_task(self._read(self._process.stdout))
         known = {self._key(r.id): (r.completion_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts}
         self._say({"completions": known})
         assert self._process.stdin is not None
@@ -113,10 +114,8 @@ class ChildEngine(Engine):
         if self._reading is not None:
             await self._reading
 
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+    async def _read(self, said: asyncio.StreamReader) -> None:
+        while line := await said.readline():
             answer = orjson.loads(line)
             if "version" in answer:
                 if self._loaded is not None and not self._loaded.done():
