@@ -290,6 +290,8 @@ def _odd_prefetch(experiment: Experiment) -> list[str]:
             "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.off_policy "
             "to 'decoupled'"
         )
+    if not rollout.prefetch and "prefer" in rollout.model_fields_set:
+        found.append("rollout.prefer has no effect on rollout.prefetch = 0, which leaves no choice")
     if not rollout.prefetch and rollout.max_staleness is not None:
         found.append("rollout.max_staleness has no effect on rollout.prefetch = 0: nothing is ever stale")
     if not rollout.prefetch and training.off_policy == "decoupled":

@@ -108,11 +108,8 @@ class OnPolicySource:
         sampled = self._now()
         session.tell_rollouts(groups, number)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        if self.prefetcher is None:
-            with span("score"):
-                scores_N = await scorer.score(rollouts)
-        else:  # scored as they came
-            scores_N = np.array([rollout.score for rollout in rollouts], dtype=np.float32)
+        with span("score"):  # of those that were scored as they came, the scores are in the cache
+            scores_N = await scorer.score(rollouts)
         with span("credit"):
             rewards_N, batch, credit_metrics = self._credit(rollouts, scores_N)
         batch = await self._with_logprobs(batch)

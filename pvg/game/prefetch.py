@@ -1,7 +1,8 @@
 """`Prefetcher`: the prover's groups, sampled, graded and scored ahead of its trainer (`rollout.prefetch`).
 
-What comes is scored at once, so that the trainer finds scores and needs no verifier; rewards and credit wait for the
-batch, for they compare its groups. The scores stay true: the verifier is frozen while the prover learns.
+Where servers compute the scores (`verifier.engine = "vllm"`), what comes is scored at once. In this process scores wait
+for the batch, as rewards and credit do: the trainer's thread computes them, and does so best all together. Either way
+they are true, for the verifier is frozen while the prover learns.
 
 Groups are numbered in the order of the synchronous game's batches, and their rollouts have its ids. A rollout's `step`
 and `group` are those of the batch that it is trained in. The numbers begun are part of a commit: a resumed run goes on
@@ -51,6 +52,7 @@ class Prefetcher:
             concurrency=rollout.concurrency,
             version=version,
             begun=self._begun,
+            prefer=rollout.prefer,
         )
         self._pipeline.start()
 
@@ -64,10 +66,12 @@ class Prefetcher:
             await self._scorer.drop()
 
     async def _sample(self, number: int, gate: Gate) -> Group:
-        """Group `number` of the phase, scored."""
+        """Group `number` of the phase, with scores where servers compute them."""
         batch, place = divmod(number, self._experiment.training.groups)
         order = self._order(batch, place)
         (group,) = await self._orders.sample([order], batch, gate)
+        if self._experiment.verifier.engine == "torch":
+            return group
         with span("score"):
             scores_N = await self._scorer.score(group.rollouts)
         version = self._scorer.version

@@ -7,8 +7,9 @@
 The staleness of a rollout is the trainer's version when it is trained on, less the oldest version among its tokens. So
 the time it was in flight and the time it waits here both count, and a group is as stale as the stalest of its rollouts.
 
-The freshest groups are taken first; any that are within the budget will do, so nobody waits for better ones. What is
-over the budget is dropped and counted. Nothing here knows of time, tasks or engines.
+The freshest groups are taken first, or with prefer="old" those that are nearest to the budget; any within it will do,
+so nobody waits for better ones. What is over the budget is dropped and counted. Nothing here knows of time, tasks or
+engines.
 
 Invariants: what `take` hands out is within the budget; each group that was put is handed out once, dropped once, or
 still waits.
@@ -17,8 +18,11 @@ still waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pvg.records import Group
+
+Prefer = Literal["fresh", "old"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,10 @@ class Drops:
 class GroupBuffer:
     """`budget`: versions that a rollout may be behind."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, prefer: Prefer = "fresh") -> None:
         self.drops = Drops()
         self._budget = budget
+        self._sign = -1 if prefer == "fresh" else 1
         self._waiting: list[Taken] = []  # as they came
 
     def __len__(self) -> int:
@@ -68,12 +73,14 @@ class GroupBuffer:
         self._waiting = kept
 
     def take(self, count: int, version: int) -> list[Taken] | None:
-        """`count` groups within the budget, the freshest of those that wait, in the order they came; None when fewer
-        wait."""
+        """`count` groups within the budget, in the order they came; None when fewer wait. Of equally fresh ones, those
+        that came first are taken."""
         self.expire(version)
         if len(self._waiting) < count:
             return None
-        by_age = sorted(range(len(self._waiting)), key=lambda place: -oldest(self._waiting[place].group))  # stable
+        by_age = sorted(
+            range(len(self._waiting)), key=lambda place: self._sign * oldest(self._waiting[place].group)
+        )  # stable
         chosen = set(by_age[:count])
         taken = [arrival for place, arrival in enumerate(self._waiting) if place in chosen]
         self._waiting = [arrival for place, arrival in enumerate(self._waiting) if place not in chosen]

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from pvg.records import Group
-from pvg.rollout.buffer import GroupBuffer, Taken
+from pvg.rollout.buffer import GroupBuffer, Prefer, Taken
 from pvg.telemetry.spans import span
 
 
@@ -68,7 +68,15 @@ class Pipeline:
     """See the module. All of it belongs to one event loop, and one task takes."""
 
     def __init__(
-        self, sample: Sample, *, capacity: int, budget: int, concurrency: int, version: int, begun: int = 0
+        self,
+        sample: Sample,
+        *,
+        capacity: int,
+        budget: int,
+        concurrency: int,
+        version: int,
+        begun: int = 0,
+        prefer: Prefer = "fresh",
     ) -> None:
         if capacity < 1 or budget < 0:
             raise ValueError(f"a pipeline of {capacity} groups and {budget} versions")
@@ -78,7 +86,7 @@ class Pipeline:
         self._capacity = capacity
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
-        self._buffer = GroupBuffer(budget)
+        self._buffer = GroupBuffer(budget, prefer)
         self._running: dict[asyncio.Task[Group], Gate] = {}
         self._hopeless: set[asyncio.Task[Group]] = set()
         self._cancelled = 0

@@ -6,23 +6,29 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment, build_experiment
-from pvg.records import Rollout
+from pvg.game.prefetch import Prefetcher
+from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
 from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.rollout.pipeline import Gate
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 
 # Little of everything but the prover's training.
 AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "evaluation.problems": 4}
+SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
 
 
@@ -49,7 +55,7 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
     ("settings", "budget"),
     [
         ({}, 2),
-        ({"rollout.max_staleness": 1, "training.off_policy": "decoupled"}, 1),
+        ({"rollout.max_staleness": 1, "rollout.prefer": "old", "training.off_policy": "decoupled"}, 1),
         (
             {
                 "rollout.prefetch": 2,
@@ -92,10 +98,76 @@ def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
     for step in steps:
         exposed = step["budget"]
         assert "wait_for_rollouts" in exposed
-        assert not exposed.keys() & {"decode", "prefill", "grade", "score", "score_service"}
+        assert not exposed.keys() & {"decode", "prefill", "grade"}
         assert min(exposed.values()) > -1e-6
         busy.update(step["busy"])
-    assert min(busy["decode"], busy["rollout"], busy["grade"], busy["score_service"]) > 0.0
+    assert min(busy["decode"], busy["rollout"], busy["grade"]) > 0.0
+
+
+def made_group(name: str) -> Group:
+    problem, ids = Problem(name, "1+1?", "2"), np.zeros(2, dtype=np.int32)
+    rollout = Rollout(
+        id=name,
+        problem_id=name,
+        question=problem.question,
+        reference=problem.answer,
+        role=Role.HELPFUL,
+        round=0,
+        source="base",
+        step=0,
+        group=0,
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=np.zeros(2, dtype=np.float32),
+        spans=(VersionSpan(0, 0),),
+        finish_reason="stop",
+        text="",
+        grade=Grade(correct=True, well_formed=True),
+    )
+    return Group(problem, Role.HELPFUL, (rollout, rollout))
+
+
+class Scorer:
+    version = "frozen"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+        self.asked += [rollout.id for rollout in rollouts]
+        return np.arange(len(rollouts), dtype=np.float32)
+
+    async def drop(self) -> None: ...
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_where_servers_score_what_comes_is_scored_at_once(engine: str) -> None:
+    experiment = changed({"verifier.engine": engine, "serving.verifier_servers": SERVERS, **AHEAD})
+    scorer = Scorer()
+
+    class Orders:
+        session = SimpleNamespace(experiment=experiment)
+
+        def batch(self, number: int) -> list[tuple[int, int]]:
+            return [(number, place) for place in range(GROUPS)]
+
+        async def sample(self, orders: list[tuple[int, int]], number: int, gate: Gate) -> list[Group]:
+            async with gate:
+                return [made_group(f"{number}-{place}") for _, place in orders]
+
+    async def work() -> None:
+        prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
+        prefetcher.start(version=0)
+        groups, metrics = await prefetcher.batch(5)
+        await prefetcher.close()
+        assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
+        assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
+        scores = {r.score for group in groups for r in group.rollouts}
+        assert scores == ({None} if engine == "torch" else {0.0, 1.0})
+        assert metrics["dropped_stale"] == 0.0
+
+    asyncio.run(work())
+    assert (len(scorer.asked) >= 2 * GROUPS) == (engine == "vllm")
 
 
 def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
@@ -123,19 +195,14 @@ def order_of(rollout: Rollout) -> int:
 
 # In a process of its own, which forks before any torch work: see kill_drill.
 KILL_AND_RESUME = """
-import random, sys
+import random, sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
 from pvg.experiment import build_experiment
-import tomllib
+
 experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
-for seed in range(2):
-    phase = kill_somewhere(*start(experiment, root, resume=seed > 0), "train_prover", random.Random(seed))
-    if phase is None:
-        break
-    print(phase)
-else:
-    finish(*start(experiment, root, resume=True))
+print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))
+finish(*start(experiment, root, resume=True))
 """
 
 
@@ -148,8 +215,7 @@ def test_killed_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_p
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("train_prover\n")
+    assert (done.returncode, done.stdout) == (0, "train_prover\n"), done.stderr[-3000:]
     assert_recorded_once(RunDirectory.open("drill", tmp_path))
 
 
@@ -220,6 +286,8 @@ def test_what_is_probably_not_meant_is_said() -> None:
     assert "raise it to 4" in found
     (found,) = warned(rollout={"max_staleness": 2})
     assert "nothing is ever stale" in found
+    (found,) = warned(rollout={"prefer": "old"})
+    assert "leaves no choice" in found
     (found,) = warned(training={"off_policy": "decoupled"})
     assert "nothing is ever stale" in found
     (found,) = warned(training={"importance_cap": 2.0})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_groups import made_group
 
-from pvg.rollout.buffer import GroupBuffer, Taken
+from pvg.rollout.buffer import GroupBuffer, Prefer, Taken, oldest
 
 
 def names(taken: list[Taken] | None) -> list[str] | None:
@@ -23,6 +23,15 @@ def test_the_freshest_are_taken_in_the_order_they_came() -> None:
     assert buffer.take(2, version=6) is None
     assert names(buffer.take(1, version=7)) == ["a"]
     assert names(buffer.take(0, version=7)) == []
+
+
+def test_the_oldest_are_taken_first_where_that_is_preferred() -> None:
+    buffer = GroupBuffer(budget=3, prefer="old")
+    for name, version in (("a", 4), ("b", 6), ("c", 2), ("d", 5), ("e", 4)):
+        buffer.put(made_group(name, [[version]]), version=6)
+    assert buffer.drops.on_arrival == 1  # c was over the budget when it came
+    assert names(buffer.take(2, version=6)) == ["a", "e"]
+    assert names(buffer.take(1, version=6)) == ["d"]
 
 
 def test_of_equals_those_that_came_first_are_taken() -> None:
@@ -76,11 +85,11 @@ EVENTS = st.lists(
 )
 
 
-@given(EVENTS, st.integers(0, 4))
+@given(EVENTS, st.integers(0, 4), st.sampled_from(["fresh", "old"]))
 def test_whatever_happens_no_batch_is_over_the_budget_and_every_group_has_one_fate(
-    events: list[tuple[str, object]], budget: int
+    events: list[tuple[str, object]], budget: int, prefer: Prefer
 ) -> None:
-    buffer, version, put, taken = GroupBuffer(budget), 10, {}, []
+    buffer, version, put, taken = GroupBuffer(budget, prefer), 10, {}, []
     for number, (event, what) in enumerate(events):
         if event == "put":
             group = made_group(str(number), [[version - age for age in ages] for ages in what])  # type: ignore[attr-defined]
@@ -100,9 +109,10 @@ def test_whatever_happens_no_batch_is_over_the_budget_and_every_group_has_one_fa
                 for rollout in arrival.group.rollouts:
                     assert version - rollout.version <= budget
                 assert arrival.arrived <= version
-            worst = min(min(r.version for r in arrival.group.rollouts) for arrival in batch)
+            chosen = [oldest(arrival.group) for arrival in batch]
             for left in buffer._waiting:
-                assert min(r.version for r in left.group.rollouts) <= worst
+                age = oldest(left.group)
+                assert age <= min(chosen) if prefer == "fresh" else age >= max(chosen)
             taken += names(batch) or []
     assert len(set(taken)) == len(taken)
     waiting_rollouts = sum(len(arrival.group.rollouts) for arrival in buffer._waiting)
