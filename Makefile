@@ -68,7 +68,7 @@ seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedd
 	$(BIN)/python docs/make_embedded_game.py
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (a quarter of an hour; nothing else should run)
-	for profile in rollout trainer e2e verifier data sync loop stragglers telemetry; do \
+	for profile in rollout trainer e2e verifier data sync loop stragglers pipeline telemetry; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer rollout-stream trainer e2e data loop telemetry; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done

@@ -81,6 +81,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
                 f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
             )
     for part in (
+        _impossible_prefetch,
         _impossible_stragglers,
         _impossible_sampling,
         _impossible_experts,
@@ -88,6 +89,22 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_roles,
     ):
         found += part(experiment)
+    return found
+
+
+def _impossible_prefetch(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of rollouts that are sampled ahead and of stale ones."""
+    training, rollout, found = experiment.training, experiment.rollout, []
+    if rollout.prefetch and training.loss == "spo" and rollout.group_deadline_s is not None:
+        found.append(
+            "rollout.group_deadline_s cuts whole batches with training.loss = 'spo', and rollout.prefetch keeps none "
+            "together: it takes what is there first and waits for no straggler; leave rollout.group_deadline_s out"
+        )
+    if training.off_policy == "decoupled" and rollout.logprobs == "recomputed":
+        found.append(
+            "training.off_policy = 'decoupled' compares the policy with the sampler, whose log-probs "
+            "rollout.logprobs = 'recomputed' replaces; set that to 'sampled', or training.off_policy to 'sampled'"
+        )
     return found
 
 
@@ -255,6 +272,7 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append("rollout.batching has no effect on rollout.decoding = 'module', which decodes whole batches")
     found += _idle_servers(experiment)
     rollout = experiment.rollout
+    found += _odd_prefetch(experiment)
     if rollout.group_deadline_s is not None and training.loss != "spo" and rollout.min_group == rollout.group_size:
         found.append("rollout.group_deadline_s has no effect: rollout.min_group is the whole group")
     idle = {
@@ -273,6 +291,35 @@ def oddities(experiment: Experiment) -> list[str]:
     for key, is_set in idle.get(training.loss, {}).items():
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
+    return found
+
+
+def _odd_prefetch(experiment: Experiment) -> list[str]:
+    """Of the oddities, those of rollouts that are sampled ahead and of stale ones."""
+    training, rollout, found = experiment.training, experiment.rollout, []
+    if rollout.prefetch and rollout.engine == "torch":
+        found.append(
+            "rollout.prefetch gains nothing on rollout.engine = 'torch': it samples in the thread that trains; take "
+            "'vllm', or leave it 0"
+        )
+    if rollout.prefetch and rollout.staleness_budget < rollout.prefetch:
+        found.append(
+            f"rollout.max_staleness = {rollout.staleness_budget} drops most of what rollout.prefetch = "
+            f"{rollout.prefetch} samples ahead; raise it to {rollout.prefetch + 1}, or lower that"
+        )
+    if rollout.prefetch and training.loss == "rloo" and training.off_policy == "sampled":
+        found.append(
+            "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.off_policy "
+            "to 'decoupled'"
+        )
+    if not rollout.prefetch and "prefer" in rollout.model_fields_set:
+        found.append("rollout.prefer has no effect on rollout.prefetch = 0, which leaves no choice")
+    if not rollout.prefetch and rollout.max_staleness is not None:
+        found.append("rollout.max_staleness has no effect on rollout.prefetch = 0: nothing is ever stale")
+    if not rollout.prefetch and training.off_policy == "decoupled":
+        found.append("training.off_policy = 'decoupled' has no effect on rollout.prefetch = 0: nothing is ever stale")
+    if training.off_policy == "sampled" and "importance_cap" in training.model_fields_set:
+        found.append("training.importance_cap has no effect on training.off_policy = 'sampled'")
     return found
 
 

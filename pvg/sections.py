@@ -102,6 +102,13 @@ class Rollouts(Section):
     group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
     # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
     min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
+    prefetch: Annotated[int, Field(ge=0)] = 0  # batches sampled ahead of the trainer; 0: the two take turns
+    # With prefetch: versions that a rollout may be behind when it is trained on, its time in flight and in the queue
+    # counted; what is older is dropped. None: prefetch + 1.
+    max_staleness: Count | None = None
+    # Which groups a batch takes first. "fresh": the least stale, and more is dropped. "old": little is dropped, the
+    # data is staler, and an engine that is faster than the trainer waits for it.
+    prefer: Literal["fresh", "old"] = "fresh"
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
@@ -114,6 +121,16 @@ class Rollouts(Section):
     grading: Literal["thread", "loop"] = "thread"  # where completions are decoded and graded; "loop": all else waits
     routed_experts: bool = False  # the experts that a mixture-of-experts model chose for each token travel with its
     # rollouts: they are stored, and handed to the trainer (torch: decoding is then by the module)
+
+    @property
+    def staleness_budget(self) -> int:
+        """Versions of the policy that a rollout may be behind when it is trained on.
+
+        Groups that are taken in the order they were begun are trained on `prefetch` + 1 versions after they were: with
+        less, most of what is sampled ahead would be dropped."""
+        if not self.prefetch:
+            return 0
+        return self.prefetch + 1 if self.max_staleness is None else self.max_staleness
 
 
 class Verifier(Section):
@@ -163,6 +180,10 @@ class Training(Section):
     kl: Annotated[float, Field(ge=0.0)] = 0.02
     clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
     clip_high: Annotated[float, Field(gt=0.0)] | None = None
+    # Stale rollouts: "sampled" clips around the policy that sampled them, "decoupled" around the policy at batch start,
+    # and weights each token with how much likelier that one makes it (one more forward pass over them).
+    off_policy: Literal["sampled", "decoupled"] = "sampled"
+    importance_cap: Positive = 5.0  # most of that weight
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared

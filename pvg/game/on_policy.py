@@ -1,19 +1,22 @@
-"""On-policy batches for the prover: sample, grade, score, pay, assign credit. One call is one batch of fresh rollouts.
+"""Batches for the prover: sample, grade, score, pay, assign credit. One call is one batch.
 
-The path of a step (architecture.md): token ids and log-probs come from the sampler and are used as they are.
+The path of a step (architecture.md): token ids and log-probs come from the sampler and are used as they are. With
+`rollout.prefetch` groups are sampled and scored while the trainer works on others (pvg.game.prefetch), and a batch is
+made of those that are there.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from pvg.errors import TrainingDivergedError
+from pvg.game.orders import ProverOrders
+from pvg.game.prefetch import Prefetcher
 from pvg.game.rewards import Outcomes, rewards
-from pvg.game.roles import assign_roles
-from pvg.game.seeds import draw_weighted, generator_for, seed_for
 from pvg.game.session import Session
 from pvg.game.statistics import (
     Columns,
@@ -25,23 +28,33 @@ from pvg.game.statistics import (
     value_metrics,
 )
 from pvg.models.language_model import LanguageModel
-from pvg.records import Float32, Group, Problem, Role, Rollout, source_of_round
-from pvg.rollout.deadlines import training_deadline
+from pvg.records import Float32, Rollout
+from pvg.rollout.engine import EngineStats
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, routed_experts_of
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 from pvg.training.values import ValueTracker
-from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.scorer import ScorerStats, VerifierScorer
+
+
+@dataclass(frozen=True, slots=True)
+class _Since:
+    """Where everything stood when the sampling of a batch began."""
+
+    at: float
+    engine: EngineStats
+    scorer: ScorerStats
 
 
 @dataclass
 class OnPolicySource:
     """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
-    of what `tracker` has learnt from the batches before, and with a deadline of what arrived in time.
+    of what `tracker` has learnt from the batches before, with a deadline of what arrived in time, and with
+    rollout.prefetch of what has arrived at all: then `start` comes first, and `close` last.
 
-    `metrics` are those of the newest batch. `learner` is the policy in training, read only for
-    `rollout.logprobs = "recomputed"`.
+    `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
+    computed again (`rollout.logprobs = "recomputed"`, `training.off_policy = "decoupled"`).
     """
 
     session: Session
@@ -52,24 +65,55 @@ class OnPolicySource:
     batches_done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     tracker: ValueTracker | None = field(init=False)
+    orders: ProverOrders = field(init=False)
+    prefetcher: Prefetcher | None = field(init=False)
+    _since: _Since = field(init=False)
 
     def __post_init__(self) -> None:
-        training = self.session.experiment.training
-        self.tracker = ValueTracker(training.spo_half_life) if training.loss == "spo" else None
+        experiment = self.session.experiment
+        self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
+        self.orders = ProverOrders(self.session, self.tracker)
+        self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
+        self._since = self._now()
+
+    # --- sampling ahead: nothing of it in a synchronous game ----------------------------------------------------------
+
+    def start(self, version: int) -> None:
+        """The engine has the trainer's `version`. To be called outside of spans."""
+        if self.prefetcher is not None:
+            self._since = self._now()
+            self.prefetcher.start(version)
+
+    def published(self, version: int) -> None:
+        """The trainer's new `version` has reached the engine."""
+        if self.prefetcher is not None:
+            self.prefetcher.published(version)
+
+    async def close(self) -> None:
+        """Give up what is sampled ahead."""
+        if self.prefetcher is not None:
+            await self.prefetcher.close()
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> PolicyBatch:
-        session, started, number = self.session, time.perf_counter(), self.batches_done
-        engine, scorer = session.players.engine, self.scorer
-        engine_before, scorer_before = engine.stats, scorer.stats
-        with span("rollout"):
-            groups = await self._sample(number)
+        session, scorer, number = self.session, self.scorer, self.batches_done
+        ahead: dict[str, float] = {}
+        if self.prefetcher is None:
+            self._since = self._now()
+            with span("rollout"):
+                groups = await self.orders.sample(self.orders.batch(number), number)
+        else:
+            groups, ahead = await self.prefetcher.batch(number)
+        sampled = self._now()
+        session.tell_rollouts(groups, number)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        sampled_s = time.perf_counter() - started
-        with span("score"):
+        with span("score"):  # of those that were scored as they came, the scores are in the cache
             scores_N = await scorer.score(rollouts)
         with span("credit"):
             rewards_N, batch, credit_metrics = self._credit(rollouts, scores_N)
         batch = await self._with_logprobs(batch)
+        since = self._since
         with span("record"):
             session.ledger.keep(
                 [
@@ -83,47 +127,16 @@ class OnPolicySource:
                 "reward_mean": float(rewards_N.mean()),
                 **credit_metrics,
                 **cut_metrics(groups),
-                **sampling_metrics(rollouts, engine.stats.since(engine_before), sampled_s),
-                **staleness_metrics(rollouts, engine.version),
-                **cache_metrics(scorer_before, scorer.stats, len(rollouts)),
+                **sampling_metrics(rollouts, sampled.engine.since(since.engine), sampled.at - since.at),
+                **staleness_metrics(rollouts, session.players.engine.version),
+                **ahead,
+                **cache_metrics(since.scorer, scorer.stats),
             }
+        self._since = replace(sampled, scorer=scorer.stats)
         return batch
 
-    async def _sample(self, number: int) -> list[Group]:
-        session, round_ = self.session, self.session.state.round
-        training, game = session.experiment.training, session.experiment.game
-        roles = assign_roles(
-            training.groups, game.sneaky_share, generator_for(session.seed, round_, "prover-roles", number)
-        )
-        size = session.experiment.rollout.group_size
-        orders = [
-            session.order(problem, role, group, size)
-            for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
-        ]
-        groups = await session.players.dispatcher.sample(
-            orders,
-            round_=round_,
-            source=source_of_round(round_),
-            step=number,
-            seed=seed_for(session.seed, round_, "train_prover", number),
-            prefix=f"{round_:03d}/train_prover/{number:05d}",
-            deadline=training_deadline(session.experiment),
-        )
-        session.tell_rollouts(groups, number)
-        return groups
-
-    def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
-        """One problem for each of `roles`: the next ones of the endless shuffle, or drawn by how uncertain they are."""
-        session, round_ = self.session, self.session.state.round
-        if self.tracker is None or not session.experiment.training.spo_prioritised:
-            return session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
-        pool = session.problems("prover")
-        ids = [problem.id for problem in pool]
-        drawn: dict[Role, list[int]] = {}
-        for role in dict.fromkeys(roles):
-            generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
-            drawn[role] = draw_weighted(self.tracker.weights(ids, role), roles.count(role), generator)
-        return [pool[drawn[role].pop()] for role in roles]
+    def _now(self) -> _Since:
+        return _Since(time.perf_counter(), self.session.players.engine.stats, self.scorer.stats)
 
     def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch, dict[str, float]]:
         """The rewards, the batch with its advantages, and what there is to tell of them. spo's tracker learns here."""
@@ -173,14 +186,25 @@ class OnPolicySource:
         return rewards_N, batch, metrics
 
     async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
-        """Add the reference's log-probs where the loss has a KL term; replace the sampler's where so configured."""
-        players, objective = self.session.players, self.objective
+        """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where stale
+        rows are clipped around them; replace the sampler's where so configured."""
+        players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
-            with span("reference", device=True):
-                reference = await players.compute(lambda: objective.recompute(players.base.module, batch))
-            batch = replace(batch, reference_logprobs=reference)
-        if self.session.experiment.rollout.logprobs == "recomputed":
-            with span("recompute", device=True):
-                recomputed = await players.compute(lambda: objective.recompute(self.learner.module, batch))
-            batch = replace(batch, sampled_logprobs=recomputed)
+            work = partial(self._recompute, "reference", players.base, batch)
+            batch = replace(batch, reference_logprobs=await players.compute(work))
+        if experiment.rollout.logprobs == "recomputed":
+            work = partial(self._recompute, "recompute", self.learner, batch)
+            batch = replace(batch, sampled_logprobs=await players.compute(work))
+        stale_N = np.flatnonzero(batch.versions_N < players.engine.version)
+        if objective.decoupled and len(stale_N):
+            work = partial(self._recompute, "recompute", self.learner, batch.select(stale_N))
+            proximal = list(batch.sampled_logprobs)  # of a fresh row, the sampler is the policy at batch start
+            for row, logprobs in zip(stale_N, await players.compute(work), strict=True):
+                proximal[row] = logprobs
+            batch = replace(batch, proximal_logprobs=proximal)
         return batch
+
+    def _recompute(self, part: str, model: LanguageModel, batch: PolicyBatch) -> list[Float32]:
+        """In the compute thread, where the span begins: waiting for the thread is no work of the trainer's."""
+        with span(part, device=True):
+            return self.objective.recompute(model.module, batch)

@@ -23,7 +23,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Role
 from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
-from pvg.rollout.engine import Sampling
+from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 class Players:
     """Opens the base prover and its engine; `close` frees everything that was opened through it. An `executor` that is
-    handed in stays the caller's."""
+    handed in stays the caller's; `opener` makes the engine."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Players:
         events: Events | None = None,
         executor: Executor | None = None,
         run: str = "bench",
+        opener: Callable[[Setting], Engine] = open_engine,
     ) -> None:
         self.experiment = experiment
         self.task = task
@@ -66,7 +67,7 @@ class Players:
         try:
             if experiment.verifier.engine == "vllm":
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
-            self.engine = open_engine(Setting(experiment, self.base, self.executor, events, run, self._canary_prompts))
+            self.engine = opener(Setting(experiment, self.base, self.executor, events, run, self._canary_prompts))
         except BaseException:  # nothing has been asked of a server yet
             self._let_go()
             raise

@@ -162,9 +162,14 @@ class ProverPhase:
             self.version += 1
         with span("sync"):
             await self._publish()
+        self.source.start(self.version)
         self.session.first_step()
-        while self.done < self.info.total and not self.stopped:
-            await self._step()
+        try:
+            while self.done < self.info.total and not self.stopped:
+                await self._step()
+        finally:
+            with span("rollout"):
+                await self.source.close()
 
     async def _step(self) -> None:
         session = self.session
@@ -176,6 +181,7 @@ class ProverPhase:
             self.version += 1
             with span("sync"):
                 await self._publish()
+            self.source.published(self.version)
         synced = sync_metrics(session.players.last_sync) if whole_batch else {}
         metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced}
         session.alert(self.alerts.check(metrics), self.done)
@@ -184,7 +190,8 @@ class ProverPhase:
         if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
             # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
-            cache = self.scorer.cache_state()
+            # Sampled ahead, nothing is repeated bit by bit, and there may be no moment without a score on its way.
+            cache = {} if self.source.prefetcher is not None else self.scorer.cache_state()
             await session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
 
     async def _publish(self) -> None:
@@ -202,6 +209,7 @@ class ProverPhase:
             "alerts": self.alerts.state(),
             "metrics": finite(self.last_metrics),
             **({} if self.source.tracker is None else {"values": self.source.tracker.state()}),
+            **({} if self.source.prefetcher is None else {"groups_begun": self.source.prefetcher.begun}),
         }
 
     def _resume(self) -> None:
@@ -211,11 +219,14 @@ class ProverPhase:
             return
         tensors, meta = checkpoint
         cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
-        self.scorer.load_cache_state(cache)
+        if self.source.prefetcher is None:
+            self.scorer.load_cache_state(cache)
         self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
         self.source.batches_done = state.progress["batches"]
         if self.source.tracker is not None:
             self.source.tracker.load_state(state.progress["values"])
+        if self.source.prefetcher is not None:
+            self.source.prefetcher.resume(state.progress["groups_begun"])
         self.version = state.progress["version"]
         self.stopped = state.progress["stopped"]
         self.stop_rule.load_state(state.progress["stop_rule"])

@@ -151,14 +151,15 @@ def sync_metrics(timing: SyncTiming | None) -> dict[str, float]:
     return {"weights_wall_s": timing.wall_ms / 1e3, "weights_queue_s": timing.queue_ms / 1e3, **gap}
 
 
-def cache_metrics(before: ScorerStats, after: ScorerStats, asked: int) -> dict[str, float]:
-    """What the score cache did for `asked` solutions between two looks at it; the three counts since it was made.
+def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:
+    """What the score cache did for the solutions asked for between two looks at it; the three counts since it was made.
 
     `cache_hit_rate` is the share that needed no computation: cached, or the same as another of the batch.
     """
     spared = after.hits + after.shared - before.hits - before.shared
+    asked = spared + after.misses - before.misses
     return {
-        "cache_hit_rate": spared / asked,
+        "cache_hit_rate": spared / asked if asked else 0.0,
         "cache_hits": float(after.hits),
         "cache_misses": float(after.misses),
         "cache_evictions": float(after.evictions),

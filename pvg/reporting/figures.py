@@ -78,6 +78,7 @@ SHOWN: dict[str, Shown] = {
     "ratio_max": Shown("largest ratio", "number"),
     "ratio_min": Shown("smallest ratio", "number"),
     "staleness_max": Shown("largest staleness", "number"),
+    "dropped_stale": Shown("stale rollouts dropped", "number", False),
     "loss": Shown("loss", "number"),
     "staleness": Shown("staleness", "number"),
     "pairs_available": Shown("pairs to draw from", "rate"),

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -125,23 +125,25 @@ class Dispatcher:
         prefix: str,
         on_done: Callable[[int], None] | None = None,
         deadline: Deadline | None = None,
+        gate: AbstractAsyncContextManager[None] | None = None,
     ) -> list[Group]:
         """The groups, in the order of `orders`; rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`.
 
         Request seeds depend on (seed, group, i) alone. `on_done` is told after each rollout how many are finished. If
         one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces. `deadline`:
         stragglers are cancelled on the engine and left out; where it is the batch's, a group may be left with none.
+        `gate` is held around each request instead of the bound that this call would have for itself.
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
         call = _Call(round_, source, step, seed, prefix)
-        semaphore = asyncio.Semaphore(self._concurrency)  # first come, first served
+        bound = asyncio.Semaphore(self._concurrency) if gate is None else gate  # first come, first served
         finished = 0
 
         async def one(gathering: _Gathering, index: int) -> Rollout:
             nonlocal finished
             async with AsyncExitStack() as place:
-                await place.enter_async_context(semaphore)
+                await place.enter_async_context(bound)
                 if gathering.watch is not None:
                     gathering.watch.begin()
                 rollout = await self._rollout(gathering, index, call, place.aclose)

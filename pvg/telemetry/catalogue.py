@@ -212,6 +212,32 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "prefix_share", "share", HIGHER, "Prompt tokens whose computation was shared with another row."),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
+        *_in(PROVER, "staleness_in_flight", "versions", LOWER, "Of the mean, what passed before a rollout had come."),
+        *_in(
+            PROVER, "staleness_in_queue", "versions", LOWER, "Of the mean, what passed while it waited for the trainer."
+        ),
+        *_in(PROVER, "groups_in_flight", "count", NEITHER, "Groups being sampled ahead as the batch was taken."),
+        *_in(PROVER, "groups_waiting", "count", NEITHER, "Groups that were there and not taken: next time."),
+        *_in(
+            PROVER,
+            "dropped_stale",
+            "rollouts",
+            LOWER,
+            "Rollouts over rollout.max_staleness since the batch before: the three below. They are the long ones.",
+        ),
+        *_in(PROVER, "stale_cancelled", "rollouts", LOWER, "Those of groups that were still in flight."),
+        *_in(PROVER, "stale_on_arrival", "rollouts", LOWER, "Those that were too old when they came."),
+        *_in(PROVER, "stale_waiting", "rollouts", LOWER, "Those that grew too old while they waited."),
+        *_in(PROVER, "stale_tokens", "tokens", LOWER, "Completion tokens of those that had come."),
+        *_in(
+            PROVER,
+            "start_ratio_mean",
+            "number",
+            NEITHER,
+            "Mean of pi at batch start / pi_sampled (training.off_policy = 'decoupled'), before the cap.",
+        ),
+        *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest of these ratios."),
+        *_in(PROVER, "start_capped", "share", LOWER, "Completion tokens over training.importance_cap."),
         *_in(
             PROVER, "weights_wall_s", "s", LOWER, "The weight update after the step: the slowest engine's answer to it."
         ),
@@ -274,7 +300,7 @@ PARTS = {
     "checkpoint": "Committing: shards, checkpoint, state.",
     "evaluate": "The round's metrics, and the verifier's calibration.",
     "record": "Writing metrics and spans.",
-    "wait_for_rollouts": "The trainer waiting for rollouts, beyond what other parts account for.",
+    "wait_for_rollouts": "The trainer waiting for rollouts, or to compute, beyond what other parts account for.",
     "wait_for_pairs": "The verifier's trainer waiting for pairs, beyond what other parts account for.",
     "wait_for_weights": "Waiting for new weights to arrive at the engine.",
     "unaccounted": "Outside of all parts.",

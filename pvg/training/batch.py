@@ -27,9 +27,11 @@ class PolicyBatch:
 
     `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
     sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
-    `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss a
-    plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]` [P + C - 1, layers, k]: the experts that
-    the sampler's model chose, for all rows or for none; handed over as they came, never copied.
+    `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: where they are there, the
+    ratio is taken against them. `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row.
+    `row_weights_N` makes the loss a plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]`
+    [P + C - 1, layers, k]: the experts that the sampler's model chose, for all rows or for none; handed over as they
+    came, never copied.
 
     Raises ValueError when the lengths do not fit together.
     """
@@ -44,6 +46,7 @@ class PolicyBatch:
     versions_N: Int32
     row_weights_N: Float32 | None = None
     routed_experts: list[RoutedExperts] | None = None
+    proximal_logprobs: list[Float32] | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.sequences)
@@ -58,7 +61,11 @@ class PolicyBatch:
         for name, array in arrays.items():
             if array is not None and array.shape != (rows,):
                 raise ValueError(f"{name} has shape {array.shape} for {rows} rows")
-        for name, logprobs in (("sampled", self.sampled_logprobs), ("reference", self.reference_logprobs)):
+        for name, logprobs in (
+            ("sampled", self.sampled_logprobs),
+            ("reference", self.reference_logprobs),
+            ("proximal", self.proximal_logprobs),
+        ):
             if logprobs is not None and not np.array_equal(_lengths(logprobs), self.completion_lengths_N):
                 raise ValueError(f"{name}_logprobs must have one value for each completion token of each row")
         if self.routed_experts is not None and not np.array_equal(_lengths(self.routed_experts), self.lengths_N - 1):
@@ -79,7 +86,8 @@ class PolicyBatch:
 
     def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
         """These rows, in this order."""
-        reference, weights, experts = self.reference_logprobs, self.row_weights_N, self.routed_experts
+        reference, weights = self.reference_logprobs, self.row_weights_N
+        proximal, experts = self.proximal_logprobs, self.routed_experts
         return PolicyBatch(
             sequences=[self.sequences[row] for row in rows],
             prompt_lengths=self.prompt_lengths[rows],
@@ -91,6 +99,7 @@ class PolicyBatch:
             versions_N=self.versions_N[rows],
             row_weights_N=None if weights is None else weights[rows],
             routed_experts=None if experts is None else [experts[row] for row in rows],
+            proximal_logprobs=None if proximal is None else [proximal[row] for row in rows],
         )
 
     def with_weights(self, row_weights_N: Float32) -> PolicyBatch:

@@ -6,6 +6,10 @@ Invariant: the row weights depend on the whole batch and are fixed by `PolicyObj
 the losses and gradients of any set of micro-batches add up to those of the unsplit batch.
 
 Formulas: game.md's table; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to [1 - low, 1 + high].
+
+Stale rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641;
+AReaL, arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with
+min(pi_start / pi_sampled, cap), detached. Where pi_start is pi_sampled, that is the plain loss.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from pvg.training.recompute import recompute_logprobs
 class Tokens:
     """What an objective sees of B rows; everything is 0 outside the completion (`mask_BL`).
 
-    `log_ratios_BL` = log pi - log pi_sampled, in nats; `low` and `high` are the clip's.
+    `log_ratios_BL` = log pi less that of the policy that is clipped around, in nats; `low` and `high` are the clip's.
     """
 
     logprobs_BL: Tensor
@@ -61,9 +65,7 @@ def clipped_ratio(tokens: Tokens) -> Terms:
 
 def clipped_sequence_ratio(tokens: Tokens) -> Terms:
     """min(s A, clip(s) A) on every token, s = exp(mean_t log r_t) the sequence's ratio (GSPO)."""
-    counts_B1 = tokens.mask_BL.sum(dim=1, keepdim=True).clamp(min=1)
-    means_B1 = tokens.log_ratios_BL.sum(dim=1, keepdim=True) / counts_B1
-    return _clipped(means_B1.exp().expand_as(tokens.log_ratios_BL), tokens)
+    return _clipped(sequence_ratio(tokens.log_ratios_BL, tokens.mask_BL), tokens)
 
 
 def capped_weight(tokens: Tokens) -> Terms:
@@ -83,6 +85,20 @@ def _clipped(ratios_BL: Tensor, tokens: Tokens) -> Terms:
     free_BL = ratios_BL * advantages_B1
     held_BL = ratios_BL.clamp(1.0 - tokens.low, 1.0 + tokens.high) * advantages_B1
     return Terms(torch.minimum(free_BL, held_BL), held_BL < free_BL)
+
+
+# --- how far a stale row's sampler is from the policy at batch start ------------------------------------------------
+
+
+def token_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """pi_start / pi_sampled of each token."""
+    return log_ratios_BL.exp()
+
+
+def sequence_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """exp(mean_t log (pi_start / pi_sampled)) on every token: the ratio of losses whose action is the sequence."""
+    counts_B1 = mask_BL.sum(dim=1, keepdim=True).clamp(min=1)
+    return (log_ratios_BL.sum(dim=1, keepdim=True) / counts_B1).exp().expand_as(log_ratios_BL)
 
 
 # --- aggregation: lengths of completions, the length limit -> row weights -------------------------------------------
@@ -116,7 +132,8 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """A row of game.md's table. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
-    `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators."""
+    `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators;
+    `stale_ratio`: what stale rows are weighted with."""
 
     objective: Callable[[Tokens], Terms]
     aggregation: Callable[[Float64, int], Float64]
@@ -124,13 +141,16 @@ class PolicyLoss:
     clip_high: float = 0.2
     penalised: bool = True
     drops_silent: bool = False
+    stale_ratio: Callable[[Tensor, Tensor], Tensor] = token_ratio
 
 
 LOSSES: dict[str, PolicyLoss] = {
     "grpo": PolicyLoss(clipped_ratio, mean_of_sequence_means),
     "dr_grpo": PolicyLoss(clipped_ratio, sum_over_limit),
     "dapo": PolicyLoss(clipped_ratio, mean_of_tokens, clip_high=0.28, penalised=False, drops_silent=True),
-    "gspo": PolicyLoss(clipped_sequence_ratio, mean_of_sequence_means, clip_low=3e-4, clip_high=4e-4),
+    "gspo": PolicyLoss(
+        clipped_sequence_ratio, mean_of_sequence_means, clip_low=3e-4, clip_high=4e-4, stale_ratio=sequence_ratio
+    ),
     # The cap is 1 + clip_high = 5: far above any ratio of a healthy step, so that it only bounds outliers.
     "cispo": PolicyLoss(capped_weight, mean_of_tokens, clip_high=4.0),
     "rloo": PolicyLoss(reinforce, mean_of_sequence_sums),
@@ -160,6 +180,11 @@ class PolicyObjective:
     def needs_reference(self) -> bool:
         """Whether batches must carry reference log-probs: the loss has a KL term and its coefficient is not 0."""
         return self._beta > 0.0
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether batches with stale rows should carry the log-probs of the policy at batch start."""
+        return self._section.off_policy == "decoupled"
 
     def recompute(self, module: nn.Module, batch: PolicyBatch) -> list[Float32]:
         """Log-probs of the batch's completions under `module`, computed as this objective computes its own."""
@@ -203,10 +228,17 @@ class PolicyObjective:
         device = next(module.parameters()).device
         logprobs_BL = batch_logprobs(module, batch, self._forward)
         mask_BL = _tensor(batch.completion_mask(), device)
-        log_ratios_BL = logprobs_BL - _tensor(batch.on_positions(batch.sampled_logprobs), device)
+        sampled_BL = _tensor(batch.on_positions(batch.sampled_logprobs), device)
+        proximal_BL, moved_BL = sampled_BL, None
+        if batch.proximal_logprobs is not None:
+            proximal_BL = _tensor(batch.on_positions(batch.proximal_logprobs), device)
+            moved_BL = self._loss.stale_ratio(proximal_BL - sampled_BL, mask_BL)
+        log_ratios_BL = logprobs_BL - proximal_BL
         advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
         terms = self._loss.objective(Tokens(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high))
         cost_BL = -terms.objective_BL
+        if moved_BL is not None:
+            cost_BL = cost_BL * moved_BL.clamp(max=self._section.importance_cap)
         reference_BL = None
         if batch.reference_logprobs is not None:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
@@ -215,7 +247,9 @@ class PolicyObjective:
             cost_BL = cost_BL + self._beta * kl_penalty(logprobs_BL, reference_BL)
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
         loss = (weights_B1 * cost_BL * mask_BL).sum()
-        metrics = _metrics(loss, logprobs_BL, log_ratios_BL, reference_BL, mask_BL, terms)
+        metrics = _metrics(loss, logprobs_BL, logprobs_BL - sampled_BL, reference_BL, mask_BL, terms)
+        if moved_BL is not None:
+            metrics.merge(_stale_metrics(moved_BL[mask_BL], self._section.importance_cap))
         tokens = int(batch.lengths_N.sum())
         positions = tokens if self._forward.shared_prompts else mask_BL.numel()  # prompts once, and no padding
         metrics.add_mean("padding", positions - tokens, positions)
@@ -248,6 +282,20 @@ def _metrics(
     return metrics
 
 
+@torch.no_grad()
+def _stale_metrics(moved_N: Tensor, cap: float) -> Metrics:
+    """Over the completion tokens of a batch with stale rows: start_ratio_mean and start_ratio_max (raw pi_start /
+    pi_sampled, before the cap; 1 for fresh rows), start_capped (share over it)."""
+    metrics = Metrics()
+    if not moved_N.numel():
+        return metrics
+    total, most, over = torch.stack([moved_N.sum(), moved_N.max(), (moved_N > cap).sum()]).double().tolist()
+    metrics.add_mean("start_ratio_mean", total, moved_N.numel())
+    metrics.add_max("start_ratio_max", most)
+    metrics.add_mean("start_capped", over, moved_N.numel())
+    return metrics
+
+
 def _rows_of_signal(batch: PolicyBatch) -> NDArray[np.bool_]:
     """Rows whose group has an advantage other than 0: credit gives exactly 0 to groups of one reward value."""
     keys_N2 = np.stack([batch.role_ids_N.astype(np.int64), batch.group_ids_N.astype(np.int64)], axis=1)
@@ -259,7 +307,11 @@ def _rows_of_signal(batch: PolicyBatch) -> NDArray[np.bool_]:
 
 
 def _check_finite(batch: PolicyBatch) -> None:
-    logprobs = {"a sampled log-prob": batch.sampled_logprobs, "a reference log-prob": batch.reference_logprobs}
+    logprobs = {
+        "a sampled log-prob": batch.sampled_logprobs,
+        "a reference log-prob": batch.reference_logprobs,
+        "a log-prob at batch start": batch.proximal_logprobs,
+    }
     columns: dict[str, Any] = {"an advantage": batch.advantages_N[:, None]} if len(batch) else {}
     columns |= {name: values for name, values in logprobs.items() if values is not None}
     for name, rows in columns.items():

@@ -110,16 +110,18 @@ class Trainer(Generic[BatchT]):
         Cancelling waits for the step that is running in the executor, so that the state is always between steps.
         Raises TrainingDivergedError, with the weights as they were, when the loss or the gradient is not finite.
         """
-        with span(f"wait_for_{self._waits_for}"):  # what is left of it: a source's work has names of its own
+        # What is left of it: a source's work has names of its own, and so has the step's. Waiting for the executor,
+        # where rollouts that are sampled ahead use it too, is waiting for rollouts.
+        with span(f"wait_for_{self._waits_for}"):
             batch = await self._source.next_batch()
-        if batch is None:
-            return None
-        running = submit_in(self._executor, self._train_on, batch)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
+            if batch is None:
+                return None
+            running = submit_in(self._executor, self._train_on, batch)
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.wait([running])
+                raise
 
     def _train_on(self, batch: BatchT) -> StepReport:
         with span("pack"):

@@ -124,6 +124,15 @@ class VerifierScorer(Scorer):
         self._epoch += 1
         self._backend.weights_changed()
         self._cache.clear()  # scores of the old version: right under their key, but of no use any more
+        self._forget()
+
+    async def drop(self) -> None:
+        """Forget what waits, and await what is being computed: whoever asked has left, and the model may be closed."""
+        self._forget()
+        if self._worker is not None:
+            await asyncio.wait([self._worker])
+
+    def _forget(self) -> None:
         for job in self._under_way.values():
             job.future.cancel()
         self._under_way.clear()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -38,6 +38,8 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout
+from pvg.rollout import Setting, open_engine
+from pvg.rollout.engine import Engine
 from pvg.sections import Count, Section
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -134,7 +136,7 @@ class EndToEnd:
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            self._session = _open_session(self._experiment, folder, stack, self._executor)
+            self._session = open_bench_session(self._experiment, folder, stack, self._executor)
             players = self._session.players
             await players.ready()
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
@@ -206,15 +208,19 @@ class EndToEnd:
         await self._stack.aclose()
 
 
-def _open_session(
-    experiment: Experiment, folder: Path, stack: AsyncExitStack, executor: Executor | None
+def open_bench_session(
+    experiment: Experiment,
+    folder: Path,
+    stack: AsyncExitStack,
+    executor: Executor | None,
+    opener: Callable[[Setting], Engine] = open_engine,
 ) -> BenchSession:
     """As pvg.game.run.open_session, but for the tracer: whoever takes the samples drives one already. The session's own
     divides nobody's time."""
     task = open_task(experiment.task)
     ledger = ScratchLedger(RunDirectory.create(folder, "e2e", experiment), experiment, "bench")
     stack.callback(ledger.close)
-    players = Players(experiment, task, ledger.log, executor)
+    players = Players(experiment, task, ledger.log, executor, opener=opener)
     stack.push_async_callback(players.close)
     render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
     session = BenchSession(experiment, task, ledger, players, render, SilentObserver(), asyncio.Event(), Tracer())

@@ -78,6 +78,14 @@ def throughput_section(summary: RunSummary) -> Section:
                 "policy versions behind",
                 ("staleness", "mean", "ink", ""),
                 ("staleness_max", "largest", "trouble-1", "dashed"),
+                ("staleness_in_queue", "mean, in the queue", "quantile-1", "dotted"),
+            ),
+            chart(
+                "Rollouts that grew too old",
+                "number",
+                "per batch",
+                ("dropped_stale", "dropped", "trouble-1", ""),
+                ("stale_cancelled", "of them in flight", "quantile-2", "dashed"),
             ),
         ]
     if verifier:

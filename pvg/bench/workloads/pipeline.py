@@ -1,0 +1,221 @@
+"""The pipeline: whole steps of the prover's training beside an engine in another process, whose latencies have a heavy
+tail and which at full load takes as long for a batch as the trainer does.
+
+    pvg bench --profile pipeline                # rollout.prefetch = 0 (in turns), 1, 2
+    pvg bench --profile pipeline --interleave   # the same, their samples taken in turn
+
+The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are the product's. The engine is
+a child process (pvg.bench.workloads.pipeline_child) that hands over real completions, sampled by the untrained prover
+when the workload opens, whatever the version: the trainer's work is real, and so is what is waited for. The engine's
+pace is set before each sample, from what the trainer took for its steps in the sample before (in the first, from a few
+steps that waited for nobody): with `rollout.concurrency` requests at once it delivers a batch in `engine_share` times
+that.
+
+A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured. `trainer_idle` is the share of
+their time in which the trainer did not train: waiting, but also scores, credit, publishing and bookkeeping.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads.e2e import THRESHOLD, open_bench_session
+from pvg.bench.workloads.pipeline_engine import ChildEngine
+from pvg.errors import ConfigurationError
+from pvg.experiment import Experiment
+from pvg.game.orders import ProverOrders
+from pvg.game.prover_phase import ProverPhase, open_learner
+from pvg.game.states import Phase
+from pvg.models.heads import VerifierModel
+from pvg.models.language_model import LanguageModel
+from pvg.records import Rollout
+from pvg.rollout import Setting
+from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.engine import Sampling
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.sections import Count, Positive, Section
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.spans import span, tracer_here
+from pvg.telemetry.training_time import TRAINING_PARTS
+
+CALIBRATION_STEPS = 4
+FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead, and instead of what was dropped
+
+
+class Settings(Section):
+    """The `[workload]` table. `sigma` is the standard deviation of a latency's logarithm, `longest` the most of it in
+    medians; `engine_share` what a batch takes the engine at full load, in what it takes the trainer."""
+
+    steps: Count = 10
+    fill: Count = 2
+    sigma: Annotated[float, Field(ge=0.0, le=4.0)] = 1.0
+    longest: Count = 32
+    engine_share: Positive = 1.0
+
+
+def make(settings: BenchSettings) -> Workload:
+    """Raises ConfigurationError for an experiment whose steps are no whole batches, or that may end early."""
+    experiment = settings.experiment
+    if experiment.training.minibatches != 1 or experiment.game.stop != "steps":
+        raise ConfigurationError(
+            "The pipeline workload measures steps of one batch each, and as many as it says.",
+            "Set training.minibatches = 1 and game.stop = 'steps'.",
+        )
+    return PipelinedSteps(experiment, workload_settings(Settings, settings), settings.executor)
+
+
+@dataclass
+class StepClock(SilentObserver):
+    """When each step ended, what of it was training, and its metrics."""
+
+    ends: list[float] = field(default_factory=list)
+    trained_s: list[float] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+
+    def progressed(self, progress: Progress) -> None:
+        tracer = tracer_here()
+        ended = [] if tracer is None else tracer.take_spans()
+        self.trained_s.append(sum(s.end_s - s.start_s for s in ended if s.name in TRAINING_PARTS))
+        self.ends.append(time.perf_counter())
+        self.metrics.append(progress.metrics)
+
+
+class PipelinedSteps:
+    """See the module."""
+
+    measures: Mapping[str, Measure] = {
+        "trainer_idle": Measure("1", "lower", "share of the time in which the trainer did not train"),
+        "step_s": Measure("s", "lower", "mean time of a step"),
+        "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
+    }
+
+    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None) -> None:
+        self._experiment, self._own, self._executor = experiment, own, executor
+        self._stack = AsyncExitStack()
+        self._trained_step_s = 0.0  # median of the newest sample's
+        self._steps: list[Mapping[str, float]] = []  # metrics of the measured steps of all samples
+        self._batch_s: list[float] = []  # what the engine's pace was made for
+
+    async def open(self) -> None:
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
+            self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_child)
+            self._session.observer = StepClock()
+            players = self._session.players
+            await players.ready()
+            self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
+            self._verifier: VerifierModel = players.open_verifier()
+            stack.callback(self._verifier.close)
+            batches = self._own.fill + self._own.steps + FREE_BATCHES
+            assert isinstance(players.engine, ChildEngine)
+            self._engine = players.engine
+            with span("sample_completions"):
+                rollouts = await self._completions(batches)
+            with span("start_process"):
+                await self._engine.start(rollouts, batches)
+            self._engine.pace(0.0, 0.0, 1)
+            with span("calibrate"):
+                await self._play(1 + CALIBRATION_STEPS, skip=1)
+            self._stack = stack.pop_all()
+
+    async def _completions(self, batches: int) -> list[Rollout]:
+        """What the untrained prover answers to the orders of the first batches."""
+        session, players, rollout = self._session, self._session.players, self._experiment.rollout
+        rows = self._experiment.training.groups * rollout.group_size
+        engine = TorchEngine(players.base.copy(), max_rows=rows, max_in_flight=rows, executor=players.executor)
+        sampling = Sampling(rollout.max_tokens, (players.base.tokenizer.eos_id,), rollout.temperature)
+        asked, players.dispatcher = (
+            players.dispatcher,
+            Dispatcher(engine, session.task, players.base.tokenizer, sampling, rows),
+        )
+        try:
+            orders = ProverOrders(session, None)
+            groups = [group for n in range(batches) for group in await orders.sample(orders.batch(n), n)]
+        finally:
+            players.dispatcher = asked
+            await engine.close()
+        return [r for group in groups for r in group.rollouts]
+
+    def work(self) -> dict[str, Any]:
+        experiment, players = self._experiment, self._session.players
+        return {
+            **self._own.model_dump(mode="json"),
+            "prover": players.base.name,
+            "prover_parameters": players.base.num_parameters,
+            "verifier": experiment.models.verifier.source,
+            "groups": experiment.training.groups,
+            "group_size": experiment.rollout.group_size,
+            "concurrency": experiment.rollout.concurrency,
+            "loss": experiment.training.loss,
+            "kl": experiment.training.kl,
+            "seed": experiment.seed,
+        }
+
+    async def sample(self, index: int) -> dict[str, float]:
+        own, rollout = self._own, self._experiment.rollout
+        batch_s = own.engine_share * self._trained_step_s
+        # A request takes this in the mean, so that `concurrency` of them at once make a batch in batch_s.
+        mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
+        self._engine.pace(mean_s / _mean_over_median(own.sigma), own.sigma, own.longest)
+        self._batch_s.append(batch_s)
+        wall_s, trained_s, measured = await self._play(own.fill + own.steps, skip=own.fill)
+        self._steps += measured
+        return {
+            "trainer_idle": 1.0 - trained_s / wall_s,
+            "step_s": wall_s / own.steps,
+            "steps_per_hour": 3600 * own.steps / wall_s,
+        }
+
+    async def _play(self, steps: int, skip: int) -> tuple[float, float, list[Mapping[str, float]]]:
+        """A fresh phase. Of its steps after the first `skip`: wall seconds, seconds of training, metrics."""
+        session = self._session
+        clock = session.observer = StepClock()
+        with span("reset"):
+            await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
+            info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
+            phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
+            phase.version = session.players.engine.version
+        await phase.play()
+        self._trained_step_s = float(np.median(clock.trained_s[skip:]))
+        return clock.ends[-1] - clock.ends[skip - 1], sum(clock.trained_s[skip:]), clock.metrics[skip:]
+
+    def derived(self) -> dict[str, float]:
+        """Over the measured steps of all samples: staleness, the share of the rollouts that was dropped, and what the
+        trainer and, at full load, the engine took for a batch (medians, s)."""
+
+        def mean(name: str) -> float:
+            return float(np.mean([step.get(name, 0.0) for step in self._steps]))
+
+        dropped, trained = mean("dropped_stale"), mean("rollouts")
+        names = ("staleness", "staleness_in_flight", "staleness_in_queue", "groups_in_flight", "groups_waiting")
+        return {
+            **{name: mean(name) for name in names},
+            "staleness_max": max(step["staleness_max"] for step in self._steps),
+            "dropped_share": dropped / (dropped + trained),
+            "trained_step_s": self._trained_step_s,
+            "engine_batch_s": float(np.median(self._batch_s)),
+        }
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def _open_child(setting: Setting) -> ChildEngine:
+    return ChildEngine(setting.experiment.rollout.concurrency)
+
+
+def _mean_over_median(sigma: float) -> float:
+    """Of a log-normal, whose few values over `longest` medians do not matter here."""
+    return float(np.exp(sigma**2 / 2))

@@ -1,0 +1,66 @@
+"""What the prover's training asks its engine for.
+
+The groups of batch k are a function of the seed, the round and k; with `training.spo_prioritised` also of what
+`tracker` has learnt by the time they are ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from pvg.game.roles import assign_roles
+from pvg.game.seeds import draw_weighted, generator_for, seed_for
+from pvg.game.session import Session
+from pvg.records import Group, Problem, Role, source_of_round
+from pvg.rollout.deadlines import training_deadline
+from pvg.rollout.dispatcher import GroupOrder
+from pvg.training.values import ValueTracker
+
+
+@dataclass
+class ProverOrders:
+    session: Session
+    tracker: ValueTracker | None
+
+    def batch(self, number: int) -> list[GroupOrder]:
+        """The groups of batch `number`: roles in their shares, a problem for each."""
+        session, round_ = self.session, self.session.state.round
+        experiment = session.experiment
+        generator = generator_for(session.seed, round_, "prover-roles", number)
+        roles = assign_roles(experiment.training.groups, experiment.game.sneaky_share, generator)
+        size = experiment.rollout.group_size
+        return [
+            session.order(problem, role, group, size)
+            for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
+        ]
+
+    async def sample(
+        self, orders: Sequence[GroupOrder], number: int, gate: AbstractAsyncContextManager[None] | None = None
+    ) -> list[Group]:
+        """Groups of batch `number`, sampled and graded. `gate`: see `Dispatcher.sample`."""
+        session, round_ = self.session, self.session.state.round
+        return await session.players.dispatcher.sample(
+            orders,
+            round_=round_,
+            source=source_of_round(round_),
+            step=number,
+            seed=seed_for(session.seed, round_, "train_prover", number),
+            prefix=f"{round_:03d}/train_prover/{number:05d}",
+            deadline=training_deadline(session.experiment),
+            gate=gate,
+        )
+
+    def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
+        """One problem for each of `roles`: the next ones of the endless shuffle, or drawn by how uncertain they are."""
+        session, round_ = self.session, self.session.state.round
+        if self.tracker is None or not session.experiment.training.spo_prioritised:
+            return session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
+        pool = session.problems("prover")
+        ids = [problem.id for problem in pool]
+        drawn: dict[Role, list[int]] = {}
+        for role in dict.fromkeys(roles):
+            generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
+            drawn[role] = draw_weighted(self.tracker.weights(ids, role), roles.count(role), generator)
+        return [pool[drawn[role].pop()] for role in roles]

@@ -1,0 +1,139 @@
+"""The pipeline workload: real steps beside a child process, the same work in every variant, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from pvg.bench.planning import plan_bench
+from pvg.bench.profile import load_profile
+from pvg.bench.runner import run_variant
+from pvg.bench.workloads import WORKLOADS
+from pvg.bench.workloads.pipeline_child import drawn_time
+from pvg.bench.workloads.pipeline_engine import ChildEngine
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import build_experiment
+from pvg.records import VersionSpan
+from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.weights import WeightUpdate
+
+TINY = (
+    "workload.steps=2",
+    "workload.fill=1",
+    "training.groups=4",
+    "rollout.group_size=4",
+    "rollout.concurrency=8",
+    "rollout.max_rows=8",
+    "rollout.max_tokens=32",
+    "models.threads=1",
+)
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders go."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
+    settings = load_profile("pipeline", [*TINY, *overrides])
+    variant, work = asyncio.run(run_variant(lambda: WORKLOADS["pipeline"](settings), warmup=0, repeats=1))
+    assert variant.status == "ok", variant.reason
+    return variant, work
+
+
+def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scratch: Path) -> None:
+    synchronous, work = ran("rollout.prefetch=0")
+    ahead, same_work = ran("rollout.prefetch=1")
+    assert same_work == work
+    assert synchronous.derived["staleness_max"] == synchronous.derived["dropped_share"] == 0.0
+    assert 0.0 <= ahead.derived["staleness"] <= ahead.derived["staleness_max"] <= 2.0
+    for variant in (synchronous, ahead):
+        samples = {name: found.values[0] for name, found in variant.samples.items()}
+        assert 0.0 < samples["trainer_idle"] < 1.0
+        assert samples["steps_per_hour"] == pytest.approx(3600 / samples["step_s"])
+        assert 2 * samples["step_s"] < samples["wall_s"]
+        assert {"forward_backward", "reference", "sync", "credit"} <= variant.budget.exposed.keys()
+        assert variant.derived["engine_batch_s"] > 0.0
+    assert "wait_for_rollouts" in ahead.budget.exposed
+    assert list(scratch.iterdir()) == []
+    assert psutil.Process().children() == []
+
+
+def test_the_profiles_variants_are_valid() -> None:
+    plan = plan_bench("pipeline", [])
+    assert [choice.settings.experiment.rollout.prefetch for choice in plan.choices] == [0, 1, 2, 1]
+    assert all(choice.settings.experiment.rollout.concurrency == 64 for choice in plan.choices)
+
+
+def test_the_engine_answers_in_its_own_time_and_with_the_versions_of_its_moments() -> None:
+    async def work() -> None:
+        engine = ChildEngine(max_in_flight=4)
+        await engine.start(rollouts(), batches=2)
+        engine.pace(0.0, 1.0, 8)
+        quick = await engine.generate(request("000/train_prover/00003/00000/00"))  # batch 3 is batch 1 again
+        assert (quick.token_ids.tolist(), quick.finish_reason) == ([4, 5, 6], "stop")
+        assert quick.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
+        assert quick.spans == (VersionSpan(0, 0),)
+        engine.pace(0.3, 0.0, 8)
+        slow = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/00")))
+        await asyncio.sleep(0)
+        given_up = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/01")))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        await engine.load_weights(WeightUpdate(7, {}, "trace"))
+        assert engine.version == 7
+        completion = await slow
+        assert [span.version for span in completion.spans] in ([0, 7], [7])  # [7]: on a machine too busy to begin
+        assert completion.timing.service_s >= 0.3
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert engine.stats.tokens == 6
+        waiting = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/00")))
+        await asyncio.sleep(0)
+        await engine.close()
+        await engine.close()
+        with pytest.raises(StateError, match="process has ended"):
+            await waiting
+        with pytest.raises(StateError, match="process has ended"):
+            await engine.generate(request("000/train_prover/00001/00000/00"))
+
+    asyncio.run(work())
+
+
+def request(id_: str) -> GenerationRequest:
+    return GenerationRequest(id_, np.array([5], np.int32), Sampling(9, ()), 1)
+
+
+def rollouts() -> list[Any]:
+    ids, logprobs = np.array([4, 5, 6], np.int32), np.array([-0.1, -0.2, -0.3], np.float32)
+    return [
+        SimpleNamespace(id=f"x/00001/00000/0{i}", completion_ids=ids, logprobs=logprobs, finish_reason="stop")
+        for i in range(2)
+    ]
+
+
+def test_latencies_have_the_tail_that_was_asked_for_and_belong_to_the_request() -> None:
+    drawn = np.array([drawn_time(f"00000/00000/{i}", 1.0, 32) for i in range(20_000)])
+    assert 0.97 <= np.median(drawn) <= 1.03
+    assert 2.6 <= np.quantile(drawn, 0.8413) <= 2.85  # one deviation above: e times the median
+    assert 16.0 < drawn.max() <= 32.0
+    assert drawn_time("a", 1.0, 32) == drawn_time("a", 1.0, 32) != drawn_time("b", 1.0, 32)
+    assert drawn_time("a", 0.0, 32) == 1.0
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    settings = load_profile("pipeline")
+    with pytest.raises(ConfigurationError, match="steps of one batch each"):
+        WORKLOADS["pipeline"](replace(settings, experiment=build_experiment({"training": {"minibatches": 2}})))

@@ -1,0 +1,296 @@
+"""Whole games whose rollouts are sampled ahead: within the staleness budget, recorded once, resumed, ended cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_configurations import changed, played, rows
+from test_stragglers import recorded
+
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.prefetch import Prefetcher
+from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
+from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.rollout.pipeline import Gate
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+
+# Little of everything but the prover's training.
+AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "evaluation.problems": 4}
+SERVERS = ["http://127.0.0.1:8001"]
+STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
+
+
+def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
+    return [row for row in rows(run, "step") if row["phase"] == "train_prover"]
+
+
+def prover_rollouts(run: RunDirectory) -> list[Rollout]:
+    return [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+
+
+def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
+    """Every batch is whole and numbered as such, and no rollout was trained on twice."""
+    kept = prover_rollouts(run)
+    assert Counter(r.step for r in kept) == dict.fromkeys(range(steps), GROUPS * SIZE)
+    assert Counter((r.step, r.group) for r in kept) == {(s, g): SIZE for s in range(steps) for g in range(GROUPS)}
+    assert len({r.id for r in kept}) == len(kept)
+    for r in kept:
+        assert len({o.problem_id for o in kept if (o.step, o.group) == (r.step, r.group)}) == 1
+    assert all(r.score is not None and r.reward is not None and r.verifier_version for r in kept)
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget"),
+    [
+        ({}, 2),
+        ({"rollout.max_staleness": 1, "rollout.prefer": "old", "training.off_policy": "decoupled"}, 1),
+        (
+            {
+                "rollout.prefetch": 2,
+                "training.minibatches": 2,
+                "training.steps": 14,
+                "rollout.group_deadline_s": 60.0,  # which nobody misses
+                "rollout.min_group": 3,
+                "rollout.batching": "whole",
+            },
+            3,
+        ),
+        ({"training.loss": "spo", "game.reward": "cgc", "training.off_policy": "decoupled"}, 2),
+    ],
+    ids=["plain", "decoupled", "minibatches", "spo"],
+)
+def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], budget: int, tmp_path: Path) -> None:
+    experiment = changed({**AHEAD, **settings})
+    assert experiment.rollout.staleness_budget == budget
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    assert_recorded_once(run)
+    metrics = [step["metrics"] for step in prover_steps(run)]
+    assert all(0.0 <= found["staleness"] <= found["staleness_max"] <= budget for found in metrics)
+    assert max(found["staleness_max"] for found in metrics) >= 1.0  # rollouts were sampled ahead
+    for found in metrics:
+        aged = found["staleness_in_flight"] + found["staleness_in_queue"]
+        assert aged == pytest.approx(found["staleness"])
+        lost = found["stale_cancelled"] + found["stale_on_arrival"] + found["stale_waiting"]
+        assert found["dropped_stale"] == lost
+        decoupled = experiment.training.off_policy == "decoupled"
+        assert ("start_ratio_mean" in found) == (decoupled and found["staleness_max"] > 0.0)
+        assert found["rollouts"] == GROUPS * SIZE
+        assert 0.0 <= found["cache_hit_rate"] <= 1.0
+    assert_budgets_close(prover_steps(run))
+
+
+def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
+    """What the trainer waited for is exposed; what was done meanwhile is busy."""
+    busy = Counter[str]()
+    for step in steps:
+        exposed = step["budget"]
+        assert "wait_for_rollouts" in exposed
+        assert not exposed.keys() & {"decode", "prefill", "grade"}
+        assert min(exposed.values()) > -1e-6
+        busy.update(step["busy"])
+    assert min(busy["decode"], busy["rollout"], busy["grade"]) > 0.0
+
+
+def made_group(name: str) -> Group:
+    problem, ids = Problem(name, "1+1?", "2"), np.zeros(2, dtype=np.int32)
+    rollout = Rollout(
+        id=name,
+        problem_id=name,
+        question=problem.question,
+        reference=problem.answer,
+        role=Role.HELPFUL,
+        round=0,
+        source="base",
+        step=0,
+        group=0,
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=np.zeros(2, dtype=np.float32),
+        spans=(VersionSpan(0, 0),),
+        finish_reason="stop",
+        text="",
+        grade=Grade(correct=True, well_formed=True),
+    )
+    return Group(problem, Role.HELPFUL, (rollout, rollout))
+
+
+class Scorer:
+    version = "frozen"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+        self.asked += [rollout.id for rollout in rollouts]
+        return np.arange(len(rollouts), dtype=np.float32)
+
+    async def drop(self) -> None: ...
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_where_servers_score_what_comes_is_scored_at_once(engine: str) -> None:
+    experiment = changed({"verifier.engine": engine, "serving.verifier_servers": SERVERS, **AHEAD})
+    scorer = Scorer()
+
+    class Orders:
+        session = SimpleNamespace(experiment=experiment)
+
+        def batch(self, number: int) -> list[tuple[int, int]]:
+            return [(number, place) for place in range(GROUPS)]
+
+        async def sample(self, orders: list[tuple[int, int]], number: int, gate: Gate) -> list[Group]:
+            async with gate:
+                return [made_group(f"{number}-{place}") for _, place in orders]
+
+    async def work() -> None:
+        prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
+        prefetcher.start(version=0)
+        groups, metrics = await prefetcher.batch(5)
+        await prefetcher.close()
+        assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
+        assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
+        scores = {r.score for group in groups for r in group.rollouts}
+        assert scores == ({None} if engine == "torch" else {0.0, 1.0})
+        assert metrics["dropped_stale"] == 0.0
+
+    asyncio.run(work())
+    assert (len(scorer.asked) >= 2 * GROUPS) == (engine == "vllm")
+
+
+def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
+    experiment = changed(AHEAD)
+    outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 5))
+    assert outcome.status == "interrupted"
+    before = prover_rollouts(run)
+    assert Counter(r.step for r in before) == dict.fromkeys(range(4), GROUPS * SIZE)
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    begun = state["progress"]["groups_begun"]
+    assert begun > 4 * GROUPS  # some were on their way, and are lost
+    outcome, run = played(experiment, tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert_recorded_once(run)
+    after = prover_rollouts(run)
+    assert [r.id for r in after[: len(before)]] == [r.id for r in before]
+    assert all(order_of(r) >= begun for r in after[len(before) :])
+
+
+def order_of(rollout: Rollout) -> int:
+    _, _, batch, group, _ = rollout.id.split("/")
+    return int(batch) * GROUPS + int(group)
+
+
+# In a process of its own, which forks before any torch work: see kill_drill.
+KILL_AND_RESUME = """
+import random, sys, tomllib
+from pathlib import Path
+from kill_drill import finish, kill_somewhere, start
+from pvg.experiment import build_experiment
+
+experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
+print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))
+finish(*start(experiment, root, resume=True))
+"""
+
+
+def test_killed_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        input=changed({**AHEAD, "store.commit_every": 2}).to_toml(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "train_prover\n"), done.stderr[-3000:]
+    assert_recorded_once(RunDirectory.open("drill", tmp_path))
+
+
+def test_an_engine_that_fails_ends_the_run_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = TorchEngine.generate
+    asked = Counter[str]()
+
+    async def failing(self: TorchEngine, request: GenerationRequest) -> Completion:
+        asked["prover"] += "train_prover" in request.id
+        if asked["prover"] == 3 * GROUPS * SIZE:
+            raise StateError("the engine has had enough")
+        return await generate(self, request)
+
+    monkeypatch.setattr(TorchEngine, "generate", failing)
+    with pytest.raises(StateError, match="the engine has had enough"):
+        played(changed(AHEAD), tmp_path)
+
+
+def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    close = TorchEngine.close
+
+    async def noting(self: TorchEngine) -> None:
+        left.append(self._in_flight)
+        left.append(sum("take" in str(task) or "_sample" in str(task) for task in asyncio.all_tasks()))
+        await close(self)
+
+    monkeypatch.setattr(TorchEngine, "close", noting)
+    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity", "game.stop_min_steps": 2}), tmp_path)
+    assert outcome.status == "complete"
+    assert left == [0, 0]
+
+
+def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path: Path) -> None:
+    _, run = played(changed({**AHEAD, "rollout.prefetch": 0, "training.off_policy": "decoupled"}), tmp_path)
+    for step in prover_steps(run):
+        assert step["metrics"]["staleness_max"] == 0.0
+        assert not {name for name in step["metrics"] if name.startswith(("stale_", "start_", "dropped_"))}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"rollout.prefetch": 1, "training.loss": "spo", "game.reward": "cgc", "rollout.group_deadline_s": 1.0},
+            "rollout.prefetch keeps none together",
+        ),
+        ({"training.off_policy": "decoupled", "rollout.logprobs": "recomputed"}, "whose log-probs"),
+        ({"rollout.prefetch": -1}, "rollout.prefetch"),
+        ({"rollout.max_staleness": 0}, "rollout.max_staleness"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        changed(settings)
+
+
+def warned(**sections: dict[str, Any]) -> list[str]:
+    experiment: Experiment = build_experiment(sections)
+    return [w for w in experiment.warnings() if "src" not in w]
+
+
+def test_what_is_probably_not_meant_is_said() -> None:
+    assert warned(rollout={"prefetch": 1, "engine": "vllm"}) == []
+    (found,) = warned(rollout={"prefetch": 1})
+    assert "the thread that trains" in found
+    (found,) = warned(rollout={"prefetch": 3, "max_staleness": 2, "engine": "vllm"})
+    assert "raise it to 4" in found
+    (found,) = warned(rollout={"max_staleness": 2})
+    assert "nothing is ever stale" in found
+    (found,) = warned(rollout={"prefer": "old"})
+    assert "leaves no choice" in found
+    (found,) = warned(training={"off_policy": "decoupled"})
+    assert "nothing is ever stale" in found
+    (found,) = warned(training={"importance_cap": 2.0})
+    assert "training.importance_cap has no effect" in found
+    (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": 1, "engine": "vllm"})
+    assert "has no ratio" in found

@@ -1,0 +1,121 @@
+"""The buffer of groups: nothing over the budget, nothing twice, nothing lost uncounted, the freshest first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_groups import made_group
+
+from pvg.rollout.buffer import GroupBuffer, Prefer, Taken, oldest
+
+
+def names(taken: list[Taken] | None) -> list[str] | None:
+    return None if taken is None else [arrival.group.problem.id for arrival in taken]
+
+
+def test_the_freshest_are_taken_in_the_order_they_came() -> None:
+    buffer = GroupBuffer(budget=3)
+    for name, version in (("a", 4), ("b", 6), ("c", 5), ("d", 6)):
+        buffer.put(made_group(name, [[version]]), version=6)
+    assert names(buffer.take(3, version=6)) == ["b", "c", "d"]
+    assert len(buffer) == 1
+    assert buffer.take(2, version=6) is None
+    assert names(buffer.take(1, version=7)) == ["a"]
+    assert names(buffer.take(0, version=7)) == []
+
+
+def test_the_oldest_are_taken_first_where_that_is_preferred() -> None:
+    buffer = GroupBuffer(budget=3, prefer="old")
+    for name, version in (("a", 4), ("b", 6), ("c", 2), ("d", 5), ("e", 4)):
+        buffer.put(made_group(name, [[version]]), version=6)
+    assert buffer.drops.on_arrival == 1  # c was over the budget when it came
+    assert names(buffer.take(2, version=6)) == ["a", "e"]
+    assert names(buffer.take(1, version=6)) == ["d"]
+
+
+def test_of_equals_those_that_came_first_are_taken() -> None:
+    buffer = GroupBuffer(budget=1)
+    for name in "abcd":
+        buffer.put(made_group(name, [[2], [3]]), version=3)
+    assert names(buffer.take(2, version=3)) == ["a", "b"]
+
+
+def test_a_group_is_as_old_as_the_oldest_token_of_its_rollouts() -> None:
+    buffer = GroupBuffer(budget=2)
+    buffer.put(made_group("young", [[5], [5]]), version=5)
+    buffer.put(made_group("one old token", [[5], [3, 4, 5]]), version=5)
+    assert names(buffer.take(1, version=5)) == ["young"]
+    assert len(buffer) == 1
+    assert buffer.take(1, version=6) is None
+    assert (buffer.drops.on_arrival, buffer.drops.waiting, buffer.drops.tokens) == (0, 2, 8)
+
+
+def test_what_comes_too_late_never_waits() -> None:
+    buffer = GroupBuffer(budget=0)
+    buffer.put(made_group("late", [[4], [5], [5]], tokens=7), version=5)
+    assert len(buffer) == 0
+    assert (buffer.drops.on_arrival, buffer.drops.waiting, buffer.drops.tokens) == (3, 0, 21)
+    buffer.put(made_group("in time", [[5]]), version=5)
+    assert names(buffer.take(1, version=5)) == ["in time"]
+
+
+def test_any_that_are_within_the_budget_will_do() -> None:
+    buffer = GroupBuffer(budget=9)
+    for version in (0, 3, 9):
+        buffer.put(made_group(str(version), [[version]]), version=9)
+    assert names(buffer.take(3, version=9)) == ["0", "3", "9"]
+
+
+def test_a_group_without_rollouts_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        GroupBuffer(budget=1).put(made_group("none", []), version=0)
+
+
+# What happens to a buffer: a group comes whose rollouts are so many versions behind, the trainer moves on, a batch is
+# asked for.
+AGES = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=3)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), AGES),
+        st.tuples(st.just("move"), st.none()),
+        st.tuples(st.just("take"), st.integers(1, 4)),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS, st.integers(0, 4), st.sampled_from(["fresh", "old"]))
+def test_whatever_happens_no_batch_is_over_the_budget_and_every_group_has_one_fate(
+    events: list[tuple[str, object]], budget: int, prefer: Prefer
+) -> None:
+    buffer, version, put, taken = GroupBuffer(budget, prefer), 10, {}, []
+    for number, (event, what) in enumerate(events):
+        if event == "put":
+            group = made_group(str(number), [[version - age for age in ages] for ages in what])  # type: ignore[attr-defined]
+            put[str(number)] = group
+            buffer.put(group, version)
+        elif event == "move":
+            version += 1
+        else:
+            waiting = len(buffer)
+            batch = buffer.take(what, version)  # type: ignore[arg-type]
+            if batch is None:
+                assert len(buffer) < what  # type: ignore[operator]
+                assert len(buffer) <= waiting
+                continue
+            assert len(batch) == what
+            for arrival in batch:
+                for rollout in arrival.group.rollouts:
+                    assert version - rollout.version <= budget
+                assert arrival.arrived <= version
+            chosen = [oldest(arrival.group) for arrival in batch]
+            for left in buffer._waiting:
+                age = oldest(left.group)
+                assert age <= min(chosen) if prefer == "fresh" else age >= max(chosen)
+            taken += names(batch) or []
+    assert len(set(taken)) == len(taken)
+    waiting_rollouts = sum(len(arrival.group.rollouts) for arrival in buffer._waiting)
+    taken_rollouts = sum(len(put[name].rollouts) for name in taken)
+    dropped = buffer.drops.on_arrival + buffer.drops.waiting
+    assert taken_rollouts + waiting_rollouts + dropped == sum(len(group.rollouts) for group in put.values())

@@ -1,0 +1,126 @@
+"""Stale rows clipped around the policy at batch start: by hand, equal to the plain loss where nothing moved."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_policy import TablePolicy, policy_batch
+from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective
+
+from pvg.errors import TrainingDivergedError
+
+
+def columns(rows):
+    return [np.asarray(row, dtype=np.float32) for row in rows]
+
+
+# The rows of `hand_batch`: pi / pi_sampled is 1.5 and 0.5 (A, advantage 1), 0.5 (B, advantage -2). At batch start the
+# policy gave A's tokens 1.25 and 2 times the sampler's probability and B's the same: so pi / pi_start is 1.2, 0.25 and
+# 0.5, and the weights are 1.25, 2 and 1.
+START = [[A1 - math.log(1.2), A2 - math.log(0.25)], [B1 - math.log(0.5)]]
+DECOUPLED = {
+    # A: 1.25 x min(1.2, 1.2) and 2 x min(0.25, 0.8), mean 1.0. B: 1 x min(0.5 x -2, 0.8 x -2) = -1.6.
+    "grpo": -(1.0 - 1.6) / 2,
+    "dr_grpo": -(1.5 + 0.5 - 1.6) / (2 * 4),
+    "dapo": -(1.5 + 0.5 - 1.6) / 3,
+    # A: s = sqrt(1.2 x 0.25), below the clip, weighted with sqrt(1.25 x 2). B: 0.9997 x -2.
+    "gspo": -(math.sqrt(2.5) * math.sqrt(0.3) - 2 * 0.9997) / 2,
+    # stopgrad(r) A log p with the weights: 1.25 x 1.2 and 2 x 0.25.
+    "cispo": -(1.5 * A1 + 0.5 * A2 - 2 * 0.5 * B1) / 3,
+    # No ratio of its own: the weights alone.
+    "rloo": -((1.25 * A1 + 2 * A2) - 2 * B1) / 2,
+    "reinforce_pp": -(1.5 + 0.5 - 1.6) / 3,
+    "spo": -(1.5 + 0.5 - 1.6) / 3,
+}
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_by_hand(loss):
+    batch = replace(hand_batch(), proximal_logprobs=columns(START))
+    total, _, metrics = evaluate(objective(loss, off_policy="decoupled"), TablePolicy(PROBABILITIES), batch)
+    assert total == pytest.approx(DECOUPLED[loss], rel=1e-4)
+    # The raw ratios: of the policy as it is to the sampler, and of the policy at batch start to the sampler.
+    assert metrics["ratio_max"] == pytest.approx(1.5, rel=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx((1.5 + 0.5 + 0.5) / 3, rel=1e-5)
+    moved = [math.sqrt(2.5), math.sqrt(2.5), 1.0] if loss == "gspo" else [1.25, 2.0, 1.0]
+    assert metrics["start_ratio_max"] == pytest.approx(max(moved), rel=1e-5)
+    assert metrics["start_ratio_mean"] == pytest.approx(sum(moved) / 3, rel=1e-5)
+    assert metrics["start_capped"] == 0.0
+
+
+def test_the_weight_is_capped_and_carries_no_gradient():
+    batch = replace(hand_batch(), proximal_logprobs=columns(START))
+    capped = objective("grpo", off_policy="decoupled", importance_cap=1.1)
+    total, gradient, metrics = evaluate(capped, TablePolicy(PROBABILITIES), batch)
+    # A: 1.1 x 1.2 and 1.1 x 0.25, mean 0.7975. B as before.
+    assert total == pytest.approx(-(0.7975 - 1.6) / 2, rel=1e-4)
+    assert metrics["start_ratio_max"] == pytest.approx(2.0, rel=1e-5)
+    assert metrics["start_capped"] == pytest.approx(2 / 3)
+    # Position 1, A's second token (1 of 4 at 0.25): -1/4 x 1.1 x r, r = 0.25, d log p / d logit(1) = 0.75.
+    assert gradient.view(2, 4)[1, 1].item() == pytest.approx(-0.25 * 1.1 * 0.25 * 0.75, rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_on_fresh_data_it_is_the_plain_loss_bit_by_bit(loss):
+    policy, batch = TablePolicy(PROBABILITIES), hand_batch()
+    plain, plain_gradient, _ = evaluate(objective(loss), policy, batch)
+    fresh = replace(batch, proximal_logprobs=[row.copy() for row in batch.sampled_logprobs])
+    for other in (batch, fresh):  # without stale rows, and with none that has moved
+        total, gradient, _ = evaluate(objective(loss, off_policy="decoupled"), policy, other)
+        assert total == plain
+        assert (gradient == plain_gradient).all()
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_micro_batches_add_up(loss):
+    generator = np.random.default_rng(3)
+    rows = [[0, *generator.integers(0, 4, size)] for size in (1, 2, 3, 4, 2, 3)]
+
+    def drawn():
+        return [generator.normal(-1.5, 0.4, len(row) - 1) for row in rows]
+
+    batch = policy_batch(rows, [1] * 6, generator.normal(size=6), groups=[0, 0, 0, 1, 1, 1], sampled=drawn())
+    batch = replace(batch, proximal_logprobs=columns(drawn()))
+    policy = TablePolicy(generator.dirichlet(np.ones(4), 4))
+    loss_ = objective(loss, off_policy="decoupled", importance_cap=1.3)
+    whole, gradient, metrics = evaluate(loss_, policy, batch)
+    total, parts_gradient, parts_metrics = evaluate(loss_, policy, batch, [[4, 1], [0, 5, 3], [2]])
+    assert total == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert np.allclose(gradient, parts_gradient, rtol=1e-4, atol=1e-6)
+    assert parts_metrics["start_ratio_mean"] == pytest.approx(metrics["start_ratio_mean"], rel=1e-5)
+    assert 0.0 < metrics["start_capped"] < 1.0
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.floats(-2.0, 2.0), min_size=3, max_size=3), st.floats(0.5, 4.0))
+def test_where_the_policy_has_not_moved_since_batch_start_it_is_the_truncated_estimate(shifts, cap):
+    # pi = pi_start: every ratio is 1, no clip acts, and what is left is min(pi / pi_sampled, cap) A.
+    now = [[A1, A2], [B1]]
+    sampled = [[A1 - shifts[0], A2 - shifts[1]], [B1 - shifts[2]]]
+    batch = replace(
+        policy_batch([[0, 3, 1], [0, 2]], [1, 1], [1.0, -2.0], sampled=sampled), proximal_logprobs=columns(now)
+    )
+    total, _, _ = evaluate(
+        objective("reinforce_pp", off_policy="decoupled", importance_cap=cap), TablePolicy(PROBABILITIES), batch
+    )
+    weights = np.minimum(np.exp(shifts), cap)
+    assert total == pytest.approx(-(weights @ [1.0, 1.0, -2.0]) / 3, rel=1e-4, abs=1e-5)
+
+
+def test_a_log_prob_at_batch_start_that_is_not_finite_is_refused():
+    batch = replace(hand_batch(), proximal_logprobs=columns([[A1, math.nan], [B1]]))
+    with pytest.raises(TrainingDivergedError, match="a log-prob at batch start"):
+        objective("grpo", off_policy="decoupled").prepare(batch)
+
+
+def test_rows_keep_their_log_probs_when_they_are_selected():
+    batch = replace(hand_batch(), proximal_logprobs=columns(START))
+    assert [row.tolist() for row in batch.select(np.array([1, 0])).proximal_logprobs] == [
+        columns(START)[1].tolist(),
+        columns(START)[0].tolist(),
+    ]
+    with pytest.raises(ValueError, match="proximal_logprobs"):
+        replace(batch, proximal_logprobs=columns([[A1], [B1]]))
