@@ -34,7 +34,19 @@ def _lazily(module: str) -> MakeWorkload:
 
 WORKLOADS: WorkloadTable = {
     name: _lazily(name)
-    for name in ("rollout", "trainer", "e2e", "verifier", "data", "credit", "sync", "loop", "telemetry", "stragglers")
+    for name in (
+        "rollout",
+        "trainer",
+        "e2e",
+        "verifier",
+        "data",
+        "credit",
+        "sync",
+        "loop",
+        "telemetry",
+        "stragglers",
+        "scaling",
+    )
 }
 
 # The workloads that can take their work from a recorded run (`--replay RUN`).
