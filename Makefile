@@ -70,7 +70,7 @@ seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedd
 equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (about an hour)
 	$(BIN)/python docs/make_equality.py
 
-bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (a quarter of an hour; nothing else should run)
+bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
 	for profile in rollout trainer e2e verifier data sync loop stragglers telemetry \
 	  scaling-rollouts scaling-length scaling-model; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done

@@ -137,10 +137,8 @@ def verdict(found: Sequence[Growth]) -> str:
     told = [
         f"{growth.part.replace('_', ' ')} (by {growth.excess:.2f}, {100 * growth.share:.0f} %)" for growth in faster
     ]
-    return (
-        f"Faster than its work grows: {', '.join(told)}; by so much in the exponent, being so much of the largest step. "
-        f"{chance}"
-    )
+    faster_text = f"Faster than its work grows: {', '.join(told)}"
+    return f"{faster_text}; by so much in the exponent, being so much of the largest step. {chance}"
 
 
 def parts_of(report: BenchReport) -> list[str]:

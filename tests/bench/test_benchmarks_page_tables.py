@@ -80,6 +80,16 @@ def test_what_is_not_reached_says_what_bounds_it() -> None:
     assert not [line for line in target_lines({"e2e-ablation.json": ladder_report(4.0, 1.0)}) if line.startswith("- ")]
 
 
+def test_a_peer_that_is_too_near_is_told_with_both_sides_figures() -> None:
+    def side(step: float) -> dict[str, Any]:
+        return {
+            name: lower(around(share * step)) for name, share in (("step_s", 1), ("rollout_s", 0.6), ("train_s", 0.4))
+        }
+
+    report = made_report(variant(side(2.0), "trainer=TRL"), variant(side(1.5), "trainer=pvg"))
+    assert "`rollout_s` 0.9 against 1.2, `train_s` 0.6 against 0.8." in target_lines({"peers-grpo.json": report})[-1]
+
+
 def test_figures_without_a_ratio_are_medians_with_their_range() -> None:
     telemetry = made_report(variant({"overhead": lower([0.002, 0.004, 0.02], "1")}))
     lag = made_report(variant({"lag_p99_ms": lower([60.0, 61.0, 40.0], "ms")}))
