@@ -28,7 +28,9 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,10 +46,11 @@ from pvg.bench.workloads.random_models import HEAD, random_llama
 from pvg.bench.workloads.rollout import dispatcher
 from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment, build_experiment
+from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel
 from pvg.sections import Count
 from pvg.telemetry.observer import Progress
-from pvg.telemetry.spans import Tracer, span
+from pvg.telemetry.spans import Tracer, run_in, span
 
 # The parts of a step that are told, each with the spans whose seconds it sums.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -117,13 +120,22 @@ class Scaling(e2e.EndToEnd):
 
     async def open(self) -> None:
         own = self._scaling
-        with tempfile.TemporaryDirectory(prefix="pvg-bench-") as folder:
-            source = random_llama(Path(folder), width=own.width, layers=own.layers, context=own.context, seed=own.seed)
+        with ExitStack() as stack:
+            if self._executor is None:  # here already: the models too must be made in the one compute thread
+                self._executor = stack.enter_context(compute_executor(self._experiment.models.threads))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
+            sizes = {"width": own.width, "layers": own.layers, "context": own.context}
+            source = await run_in(self._executor, partial(random_llama, folder, **sizes, seed=own.seed))
             self._experiment = with_models(self._experiment, source)
             await super().open()
-        await self._session.players.compute(lambda: shift_weights(self._verifier, own.seed))
+            self._made = stack.pop_all()
         players = self._session.players
+        await players.compute(lambda: shift_weights(self._verifier, own.seed))
         players.dispatcher = dispatcher(players, players.engine, fixed_length=True)
+
+    async def close(self) -> None:
+        await super().close()
+        self._made.close()
 
     def work(self) -> dict[str, Any]:
         """Without `axis`, which says what is looked at, not what is done."""
