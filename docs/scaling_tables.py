@@ -1,6 +1,9 @@
 """The page's part on how a step's cost grows: the figures by size, and the exponents of time beside those of work.
 
 lines = scaling_lines(report)     # of a profile on the `scaling` workload; used by make_benchmarks.py
+
+Faster than its work grows what has its whole interval above the work's exponent. Where only the exponent itself lies
+above, the row says that it is within the noise: more samples would tell.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ def scaling_lines(report: BenchReport) -> Iterator[str]:
             f"{100 * growth.share:.0f} %",
             f"{growth.time.value:.2f} ({growth.time.low:.2f}–{growth.time.high:.2f})",
             ", ".join(f"{exponent:.2f} ({what})" for what, exponent in growth.work.items()),
-            "**faster**" if growth.faster else "no faster",
+            "**faster**" if growth.faster else "no faster" if growth.excess <= 0 else "within the noise",
         )
         for growth in found
     ]
@@ -133,7 +136,7 @@ def verdict(found: Sequence[Growth]) -> str:
     faster = [growth for growth in found if growth.faster]
     chance = f"Of {len(found)} intervals, {CHANCE * len(found):.1f} lie above the truth by chance."
     if not faster:
-        return f"Nothing grows faster than its work. {chance}"
+        return f"Nothing grows faster than its work beyond the noise. {chance}"
     told = [
         f"{growth.part.replace('_', ' ')} (by {growth.excess:.2f}, {100 * growth.share:.0f} %)" for growth in faster
     ]

@@ -157,12 +157,18 @@ def scaling_report(decode: float) -> BenchReport:
 
 def test_what_grows_with_its_work_is_said_to() -> None:
     lines = list(scaling_lines(scaling_report(1.0)))
-    assert lines[-1] == "Nothing grows faster than its work. Of 3 intervals, 0.1 lie above the truth by chance."
+    assert lines[-1] == (
+        "Nothing grows faster than its work beyond the noise. Of 3 intervals, 0.1 lie above the truth by chance."
+    )
     assert "fitted from 256 to 1,024" in "\n".join(lines)
     assert "| 1,024 | 10.34 | 0.102 | 0 | 10.24 | 49,152 | 1,024 | 500 |" in lines
     (decode,) = [line for line in lines if line.startswith("| decode ")]
     assert decode.startswith("| decode | 1 % | 1.00 (0.9")
-    assert decode.endswith("| 1.00 (operations) | no faster |")
+    assert "| 1.00 (operations) | " in decode
+    (slower,) = [line for line in scaling_lines(scaling_report(0.5)) if line.startswith("| decode ")]
+    assert slower.endswith("| 1.00 (operations) | no faster |")
+    (unsure,) = [line for line in scaling_lines(scaling_report(1.005)) if line.startswith("| decode ")]
+    assert unsure.endswith("| 1.00 (operations) | within the noise |")
     assert not [line for line in lines if line.startswith("| sync ")]  # takes no time: it has no exponent
 
 
