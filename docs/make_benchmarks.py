@@ -1,8 +1,8 @@
-"""Writes docs/benchmarks.md from the benchmark reports in docs/benchmarks/.
+"""Writes docs/benchmarks.md, and the ladder in README.md, from the benchmark reports in docs/benchmarks/.
 
     pvg bench --profile rollout --out docs/benchmarks/rollout.json     # makes a report; any file name
-    python docs/make_benchmarks.py                                     # writes the page
-    python docs/make_benchmarks.py --check                             # exit 1 when the page is not what they give
+    python docs/make_benchmarks.py                                     # writes both
+    python docs/make_benchmarks.py --check                             # exit 1 when one is not what they give
 
 Figures of other systems stand beside ours only where the work is the same (reference_figures.py); the page says in
 words why it is not where it is not.
@@ -13,13 +13,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peer_tables import NAME as PEERS
 from peer_tables import peer_lines
+from readme_ladder import FILE as LADDER
+from readme_ladder import with_ladder
 from reference_figures import reference_lines
+from scaling_tables import PROFILE as SCALING
+from scaling_tables import scaling_lines
+from targets import target_lines
 
 from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
 from cli.bench_tables import number
@@ -32,7 +37,7 @@ from pvg.errors import PvgError, UsageError
 HERE = Path(__file__).parent
 ORDER = (
     "rollout", "rollout-vllm", "trainer", "e2e", "verifier", "data", "credit", "sync", "sync-vllm", "loop",
-    "stragglers", "pipeline", "telemetry",
+    "stragglers", "pipeline", "telemetry", "scaling-rollouts", "scaling-length", "scaling-model",
 )  # fmt: skip
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order in which a profile's reports stand
 SHOWN_PARTS = 6  # of a time budget
@@ -62,6 +67,8 @@ def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
         yield from measure_lines(report.variants[0])
     elif report.kind == "ablation":
         yield from ladder_lines(report)
+    elif report.profile == SCALING:
+        yield from scaling_lines(report)
     elif not has_updates(report):
         yield from sweep_lines(report)
     else:
@@ -204,8 +211,9 @@ def machine_of(environment: Environment) -> str:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(reports: Sequence[BenchReport], template: str) -> str:
-    """The whole page. Raises UsageError for a report of a failed benchmark."""
+def page(by_file: Mapping[str, BenchReport], template: str) -> str:
+    """The whole page, of reports by the name of their file. Raises UsageError for a report of a failed benchmark."""
+    reports = list(by_file.values())
     for report in reports:
         if report.status != "ok":
             raise UsageError(f"The report of {report.command!r} failed: {report.reason}", "Repeat it, or remove it.")
@@ -217,7 +225,10 @@ def page(reports: Sequence[BenchReport], template: str) -> str:
         machine = same or "The machines differ; each stands at its report."
         profiles = "\n".join(line for name in in_order(reports) for line in profile_lines(reports, name, same is None))
     return template.format(
-        machine=machine, profiles=profiles.rstrip("\n"), references="\n".join(reference_lines(reports)).rstrip("\n")
+        machine=machine,
+        targets="\n".join(target_lines(by_file)),
+        profiles=profiles.rstrip("\n"),
+        references="\n".join(reference_lines(reports)).rstrip("\n"),
     )
 
 
@@ -243,24 +254,35 @@ def profile_lines(reports: Sequence[BenchReport], name: str, with_machine: bool)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, default=HERE / "benchmarks", help="the folder with the reports")
-    parser.add_argument("--out", type=Path, default=HERE / "benchmarks.md", help="the page")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is another")
+    parser.add_argument("--out", type=Path, help="the page; the README is then left alone (docs/benchmarks.md)")
+    parser.add_argument("--readme", type=Path, help="the README to write the ladder into (README.md)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is another")
     options = parser.parse_args()
+    readme = options.readme or (None if options.out else HERE.parent / "README.md")
     try:
-        reports = [read_report(path) for path in sorted(options.reports.glob("*.json"))]
-        made = page(reports, (HERE / "benchmarks.template.md").read_text(encoding="utf-8"))
+        reports = {path.name: read_report(path) for path in sorted(options.reports.glob("*.json"))}
+        template = (HERE / "benchmarks.template.md").read_text(encoding="utf-8")
+        made = {options.out or HERE / "benchmarks.md": page(reports, template)}
+        if readme is not None and LADDER in reports:
+            made[readme] = with_ladder(readme.read_text(encoding="utf-8"), reports[LADDER])
     except PvgError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if not options.check:
-        options.out.write_text(made, encoding="utf-8")
-        print(f"{options.out}: {len(reports)} reports")
-        return 0
-    found = options.out.read_text(encoding="utf-8") if options.out.is_file() else ""
+    if options.check:
+        return max([differing(path, text) for path, text in made.items()])
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"{path}: {len(reports)} reports")
+    return 0
+
+
+def differing(path: Path, made: str) -> int:
+    """1 where the file is not `made`, after telling the difference."""
+    found = path.read_text(encoding="utf-8") if path.is_file() else ""
     if found == made:
         return 0
     sys.stderr.writelines(difflib.unified_diff(found.splitlines(True), made.splitlines(True), "page", "reports", n=1))
-    print(f"{options.out} is not what the reports give. Write it with: python docs/make_benchmarks.py", file=sys.stderr)
+    print(f"{path} is not what the reports give. Write it with: python docs/make_benchmarks.py", file=sys.stderr)
     return 1
 
 

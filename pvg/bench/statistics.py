@@ -35,6 +35,15 @@ class RatioInterval:
     high: float
 
 
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """A weighted sum of log medians, and the interval it is known to lie in."""
+
+    value: float
+    low: float
+    high: float
+
+
 def median(values: Sequence[float]) -> float:
     """The middle value, or the mean of the two in the middle. Raises ValueError without values."""
     if not len(values):
@@ -50,23 +59,41 @@ def ratio_of_medians(
     One sample alone on a side says nothing about noise: the interval is then 0 to infinity. Raises ValueError without
     samples, and for values that are not above 0 and finite: they have no ratio that could be worked with in logs.
     """
-    logs_a, logs_b = _logs(a), _logs(b)
-    ratio = median(b) / median(a)
-    if min(len(logs_a), len(logs_b)) < 2:
-        return RatioInterval(ratio, 0.0, math.inf)
+    found = contrast_of_medians([a, b], [-1.0, 1.0], seed=seed, resamples=resamples, confidence=confidence)
+    ratio = median(b) / median(a)  # not exp(log), which would round it
+    if found.low == found.high:
+        return RatioInterval(ratio, ratio, ratio)
+    return RatioInterval(ratio, _exp(found.low), _exp(found.high))
+
+
+def contrast_of_medians(
+    samples: Sequence[Sequence[float]],
+    weights: Sequence[float],
+    *,
+    seed: int = 0,
+    resamples: int = 10_000,
+    confidence: float = 0.95,
+) -> Contrast:
+    """Sum over the groups of samples of weight x log median, with the interval that the module describes.
+
+    With weights of -1 and 1 it is the log of a ratio, with those of a regression a slope. A group of one sample says
+    nothing about noise: the interval is then infinite. Raises ValueError as `ratio_of_medians` does.
+    """
+    groups = [_logs(values) for values in samples]
+    value = sum(weight * math.log(median(values)) for weight, values in zip(weights, samples, strict=True))
+    if min(map(len, groups)) < 2:
+        return Contrast(value, -math.inf, math.inf)
     random = np.random.default_rng(seed)
-    medians_a, medians_b = _resampled(logs_a, resamples, random), _resampled(logs_b, resamples, random)
-    if medians_a.min() == medians_a.max() and medians_b.min() == medians_b.max():
-        return RatioInterval(ratio, ratio, ratio)  # no spread on either side, such as of a count of bytes
-    difference = float(np.median(logs_b) - np.median(logs_a))
+    drawn = [weight * _resampled(logs, resamples, random) for weight, logs in zip(weights, groups, strict=True)]
+    if all(medians.min() == medians.max() for medians in drawn):
+        return Contrast(value, value, value)  # no spread anywhere, such as of a count of bytes
+    middle = sum(weight * float(np.median(logs)) for weight, logs in zip(weights, groups, strict=True))
     tail = (1 - confidence) / 2
-    low, high = np.quantile(medians_b - medians_a, [tail, 1 - tail])
-    reach = _reach(medians_a, medians_b, len(logs_a), len(logs_b), confidence)
+    low, high = np.quantile(np.sum(drawn, axis=0), [tail, 1 - tail])
+    reach = _reach(drawn, [len(logs) for logs in groups], confidence)
     # The median of logs is the log of the median but for an even count, where it differs in the second order.
-    shift = math.log(ratio) - difference
-    return RatioInterval(
-        ratio, _exp(min(float(low), difference - reach) + shift), _exp(max(float(high), difference + reach) + shift)
-    )
+    shift = value - middle
+    return Contrast(value, min(float(low), middle - reach) + shift, max(float(high), middle + reach) + shift)
 
 
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
@@ -142,11 +169,12 @@ def _place(uniform: NDArray[np.float64], n: int) -> NDArray[np.int64]:
     return places
 
 
-def _reach(a: NDArray[np.float64], b: NDArray[np.float64], n: int, m: int, confidence: float) -> float:
-    """Half the studentised interval: t times the standard error that the resampled medians show."""
-    var_a, var_b = float(a.var()), float(b.var())
-    spread = var_a + var_b
-    degrees = spread**2 / (var_a**2 / (n - 1) + var_b**2 / (m - 1))  # Welch and Satterthwaite
+def _reach(drawn: Sequence[NDArray[np.float64]], counts: Sequence[int], confidence: float) -> float:
+    """Half the studentised interval: t times the standard error that the resampled, weighted medians show."""
+    variances = [float(medians.var()) for medians in drawn]
+    spread = sum(variances)
+    # Welch and Satterthwaite.
+    degrees = spread**2 / sum(variance**2 / (n - 1) for variance, n in zip(variances, counts, strict=True))
     return student_quantile((1 + confidence) / 2, max(1, int(degrees + 1e-9))) * math.sqrt(spread)
 
 

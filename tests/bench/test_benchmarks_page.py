@@ -1,4 +1,5 @@
-"""docs/benchmarks.md is what the committed reports give, and other systems stand beside ours for the same work only."""
+"""docs/benchmarks.md and the README's ladder are what the committed reports give, and other systems stand beside ours
+for the same work only. (Targets and scaling: test_benchmarks_page_tables.py.)"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def made(reports: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, out.read_text() if out.exists() else "", done.stderr
 
 
-def test_the_page_in_the_repository_is_what_its_reports_give() -> None:
+def test_page_and_readme_in_the_repository_are_what_the_reports_give() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -46,6 +46,7 @@ WORKLOADS: WorkloadTable = {
         "telemetry",
         "stragglers",
         "pipeline",
+        "scaling",
     )
 }
 

@@ -86,11 +86,13 @@ class ScratchLedger(Ledger):
     """Counts the rollouts and their tokens, and keeps none of them: nothing may grow from sample to sample."""
 
     completion_tokens = 0
+    prompt_tokens = 0
     rollouts = 0
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts += len(rollouts)
         self.completion_tokens += sum(len(rollout.completion_ids) for rollout in rollouts)
+        self.prompt_tokens += sum(len(rollout.prompt_ids) for rollout in rollouts)
 
 
 @dataclass
@@ -191,7 +193,7 @@ class EndToEnd:
         info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._own.steps)
         phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
         phase.version = players.engine.version  # play() publishes the start weights as the version after it
-        session.ledger.completion_tokens = session.ledger.rollouts = 0
+        session.ledger.completion_tokens = session.ledger.prompt_tokens = session.ledger.rollouts = 0
         return phase
 
     def derived(self) -> dict[str, float]:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from pvg.bench.flops import ModelSize
 from pvg.bench.machine import matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
@@ -268,16 +269,8 @@ def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.i
 
     The count is the usual one, not the least one: attention is not halved for being causal.
     """
-    head = model.module.get_output_embeddings().weight
-    table = model.module.get_input_embeddings().weight
-    # Looking a token up in the table costs nothing; where head and table are one, its parameters are counted once.
-    body: int = model.num_parameters - head.numel() - (0 if table is head else table.numel())
-    config = model.module.config.get_text_config()
-    heads = config.num_attention_heads
-    width = int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
     squares = float(np.square(lengths_N.astype(np.float64)).sum())
-    attention = 4.0 * int(config.num_hidden_layers) * width * squares
-    return float(2.0 * body * lengths_N.sum() + 2.0 * head.numel() * predicted + attention)
+    return ModelSize.of(model).forward(float(lengths_N.sum()), predicted, squares)
 
 
 def _without_kl(experiment: Experiment) -> Experiment:

@@ -1,0 +1,190 @@
+"""Plays the embedded game with all switches slow and with all switches fast, and writes docs/equality.md.
+
+    python docs/make_equality.py                          # five seeds of each, one after the other (`make equality`)
+    python docs/make_equality.py --only-table             # from the runs that exist
+    python docs/make_equality.py --side slow              # only plays that side
+
+The switches are those of the ladder of profiles/e2e.toml. Runs already complete are kept, interrupted ones resumed; a
+run of other switches is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from make_embedded_game import COLUMNS, rounds_of, run_name, run_seed, seconds_of, state_of
+from seed_statistics import Difference, difference, joint_p
+
+from cli.compare_table import markdown_rows
+from pvg.bench.profile import find_profile, read_profile
+from pvg.store.run_directory import RunDirectory
+
+HERE = Path(__file__).parent
+PROFILE = "e2e"
+SIDES = ("slow", "fast")
+ROUNDS = 2  # the second's verifier and prover have learnt from the first's: what a switch harms shows there too
+SIGNIFICANT = 0.05
+
+Switches = dict[str, Any]
+Rounds = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric at the end of one round: each side's values, None where a seed has none, and how they differ."""
+
+    round: str
+    title: str
+    slow: Sequence[float | None]
+    fast: Sequence[float | None]
+
+    @property
+    def found(self) -> Difference | None:
+        slow, fast = known(self.slow), known(self.fast)
+        return difference(slow, fast) if min(len(slow), len(fast)) > 1 else None
+
+
+def switches() -> dict[str, Switches]:
+    """Of each side, every switch of the ladder with its value there."""
+    found: dict[str, Switches] = {"slow": {}, "fast": {}}
+    for rung in read_profile(find_profile(PROFILE)).ladder:
+        found["slow"].setdefault(rung.switch, rung.slow)
+        found["fast"][rung.switch] = rung.fast
+    return found
+
+
+def play(side: str, seeds: Sequence[int], root: Path, settings: Sequence[str]) -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in switches()[side].items()]
+    for seed in seeds:
+        run_seed(seed, root / side, [*overrides, *settings])
+
+
+def check_switches(side: str, seed: int, root: Path) -> None:
+    """A run that was played with other switches says nothing of these."""
+    run = RunDirectory.open(run_name(seed), root / side)
+    plain = run.experiment().plain()
+    for key, wanted in switches()[side].items():
+        section, name = key.split(".")
+        if plain[section][name] != wanted:
+            raise SystemExit(f"{run.path} was played with {key} = {plain[section][name]!r}, not {wanted!r}.")
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(slow: Sequence[Rounds], fast: Sequence[Rounds]) -> list[Row]:
+    """Every metric of every round; those that no seed has are left out."""
+    found = []
+    for number in range(len(slow[0])):
+        for name, title in COLUMNS:
+            row = Row(str(number), title, *([rounds[number].get(name) for rounds in side] for side in (slow, fast)))
+            if known(row.slow) or known(row.fast):
+                found.append(row)
+    return found
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    header = ("round", "metric", "all slow", "all fast", "fast - slow (95 %)", "p", "")
+    return markdown_rows(header, "llrrrrl", [tuple(cells(row)) for row in rows])
+
+
+def cells(row: Row) -> Iterator[str]:
+    yield from (row.round, row.title, told(row.slow), told(row.fast))
+    found = row.found
+    if found is None:
+        yield from ("", "", "too few")
+        return
+    yield f"{found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    yield f"{found.p:.3f}"
+    yield "within the spread" if found.p >= SIGNIFICANT else "**beyond it**"
+
+
+def told(values: Sequence[float | None]) -> str:
+    """Mean, standard deviation, range."""
+    there = known(values)
+    if not there:
+        return "-"
+    spread = statistics.stdev(there) if len(there) > 1 else 0.0
+    missing = "" if len(there) == len(values) else f", {len(there)} of {len(values)} seeds"
+    return f"{statistics.fmean(there):.3f} ± {spread:.3f} ({min(there):.3f}–{max(there):.3f}{missing})"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """All metrics together, then how many differ one by one and how many would by chance."""
+    whole = [row for row in rows if len(known(row.slow)) == len(row.slow) and len(known(row.fast)) == len(row.fast)]
+    p = joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole])
+    ways = math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
+    compared = [row.found.p for row in rows if row.found is not None]
+    beyond = sum(each < SIGNIFICANT for each in compared)
+    same = "are the same within the spread of the seeds" if p >= SIGNIFICANT else "**differ by more than the seeds do**"
+    return (
+        f"Over all {len(whole)} comparisons together, the two sides {same}: p = {p:.3f} (exact, of {ways} ways to deal "
+        f"the seeds). One by one, {beyond} of {len(compared)} lie beyond the spread at {SIGNIFICANT:g}; "
+        f"{SIGNIFICANT * len(compared):.1f} would by chance alone."
+    )
+
+
+def known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def switch_table() -> list[str]:
+    sides = switches()
+    rows = [(f"`{key}`", json.dumps(slow), json.dumps(sides["fast"][key])) for key, slow in sides["slow"].items()]
+    return markdown_rows(("switch", "slow", "fast"), "lll", rows)
+
+
+def page(root: Path, seeds: Sequence[int]) -> str:
+    """From complete runs of both sides."""
+    played = {side: [rounds_of(seed, root / side) for seed in seeds] for side in SIDES}
+    if len({len(rounds) for runs in played.values() for rounds in runs}) > 1:
+        raise SystemExit("The runs have different numbers of rounds: play those of one side again.")
+    for side in SIDES:
+        for seed in seeds:
+            check_switches(side, seed, root)
+    rows = rows_of(played["slow"], played["fast"])
+    seconds = {side: statistics.median(seconds_of(seed, root / side) for seed in seeds) for side in SIDES}
+    template = (HERE / "equality.template.md").read_text(encoding="utf-8")
+    return template.format(
+        seeds=len(seeds),
+        rounds=len(played["slow"][0]),
+        verdict=verdict(rows),
+        table="\n".join(table(rows)),
+        switches="\n".join(switch_table()),
+        slow_s=f"{seconds['slow']:.0f}",
+        fast_s=f"{seconds['fast']:.0f}",
+        code=", ".join(sorted({state_of(seed, root / side)["code_version"] for side in SIDES for seed in seeds})),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--root", type=Path, default=Path("runs/equality"), help="holds slow/ and fast/")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of both")
+    parser.add_argument("--side", choices=SIDES, help="only play this side, and write no page")
+    parser.add_argument("--only-table", action="store_true")
+    parser.add_argument("--out", type=Path, default=HERE / "equality.md")
+    options = parser.parse_args()
+    seeds = range(options.seeds)
+    settings = [f"game.rounds={ROUNDS}", *options.overrides]
+    if not options.only_table:
+        for side in [options.side] if options.side else SIDES:
+            play(side, seeds, options.root, settings)
+    if options.side:
+        return
+    made = page(options.root, seeds)
+    options.out.write_text(made, encoding="utf-8")
+    print(made, file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

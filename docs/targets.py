@@ -1,0 +1,291 @@
+"""The page's first table: what was to be reached, and what the committed reports say of it.
+
+lines = target_lines({"e2e-ablation.json": report, ...})     # used by make_benchmarks.py
+
+A row whose report does not exist says so. A ratio is reached where it is beyond the target; where its interval holds
+the target too, the row says that it is within the noise. Other figures are medians with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cli.bench_tables import number
+from cli.compare_table import interval, markdown_rows
+from pvg.bench.gains import better_by, headline_of
+from pvg.bench.report import BenchReport, Samples, Variant
+from pvg.bench.statistics import median
+from pvg.errors import UsageError
+
+HEADER = ("what", "target", "measured", "", "command", "report")
+SHOWN_PARTS = 4  # of our side's time, where a target is not reached
+NO_PARTS = ("unaccounted", "reset", "step", "worker")  # names of a budget that say nothing of the work
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured value and what is told of it. `low` and `high` are a ratio's interval; of any other figure, whose
+    samples are not the value's uncertainty, they are the value."""
+
+    value: float
+    told: str
+    low: float
+    high: float
+
+    def verdict(self, target: Target) -> str:
+        reached = target.holds(self.value)
+        sure = target.holds(self.low) == target.holds(self.high)
+        return ("reached" if reached else "**not reached**") + ("" if sure else ", within the noise")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One row: of `file`, `read` gives the figure, which must be at least `least`, or at most `most`. Where it is not
+    reached, the page says `bound`, what stands in the way, with both sides' figures (measures or derived) `beside`."""
+
+    what: str
+    goal: str
+    file: str
+    read: Callable[[BenchReport], Figure]
+    bound: str
+    least: float | None = None
+    most: float | None = None
+    beside: tuple[str, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        return value >= self.least if self.least is not None else self.most is not None and value <= self.most
+
+
+# --- reading a report ------------------------------------------------------------------------------------------------
+
+
+def times_better(measure: str = "", of: int = -1) -> Callable[[BenchReport], Figure]:
+    """How many times better the measure (the headline without one) of a variant is than that of the first."""
+
+    def read(report: BenchReport) -> Figure:
+        name = measure or headline_of(report)
+        slow, fast = samples_of(report, 0, name), samples_of(report, of, name)
+        ratio = better_by(slow, fast)
+        if ratio is None:
+            raise UsageError(f"The report of {report.command!r} gives no ratio of {name}.")
+        told = f"{ratio.ratio:.2f}x ({interval(ratio)})"
+        return Figure(ratio.ratio, told, ratio.low, ratio.high)
+
+    return read
+
+
+def plain(measure: str, unit: str, scale: float = 1.0) -> Callable[[BenchReport], Figure]:
+    """The last variant's measure, with its range."""
+    return lambda report: figure_of(samples_of(report, -1, measure), unit, scale)
+
+
+def figure_of(samples: Samples, unit: str, scale: float) -> Figure:
+    value = scale * median(samples.values)
+    low, high = scale * min(samples.values), scale * max(samples.values)
+    return Figure(value, f"{number(value)} {unit} ({number(low)} – {number(high)})", value, value)
+
+
+def idle_share(report: BenchReport) -> Figure:
+    """The least idle variant's headline, with that of the first, which is the synchronous one, beside it."""
+    headline = headline_of(report)
+    shares = [samples_of(report, place, headline) for place in range(len(report.variants))]
+    best = min(shares[1:], key=lambda samples: median(samples.values))
+    figure, beside = figure_of(best, "%", 100), figure_of(shares[0], "%", 100)
+    label = report.variants[shares.index(best)].label
+    return Figure(figure.value, f"{figure.told}, `{label}`; synchronous {beside.told}", figure.low, figure.high)
+
+
+def samples_of(report: BenchReport, place: int, measure: str) -> Samples:
+    variants = report.variants
+    if not -len(variants) <= place < len(variants) or measure not in variants[place].samples:
+        raise UsageError(f"The report of {report.command!r} has no {measure} in its variant {place}.")
+    return variants[place].samples[measure]
+
+
+# --- the targets -----------------------------------------------------------------------------------------------------
+
+TARGETS = (
+    Target(
+        "whole GRPO steps of the embedded game, all switches fast against all slow",
+        ">= 3x",
+        "e2e-ablation.json",
+        times_better("step_s"),
+        "The ladder below says what each switch bought; what is left is arithmetic.",
+        least=3.0,
+    ),
+    Target(
+        "one GRPO step against TRL's GRPOTrainer",
+        ">= 2x",
+        "peers-grpo.json",
+        times_better("step_s"),
+        "Both sides compute the same tokens forward and backward on the same cores.",
+        least=2.0,
+        beside=("rollout_s", "train_s"),
+    ),
+    Target(
+        "verifier pairs/s against TRL's RewardTrainer, pairs drawn one by one",
+        ">= 4x",
+        "peers-verifier.json",
+        times_better("pairs_per_s"),
+        "On both sides nearly two solutions per pair go through the model; ours forwards those of several pairs once.",
+        least=4.0,
+        beside=("solutions_forwarded", "first_batch_s"),
+    ),
+    Target(
+        "verifier pairs/s against TRL's RewardTrainer, all pairs of whole problems",
+        ">= 4x",
+        "peers-verifier-by-problem.json",
+        times_better("pairs_per_s"),
+        "A solution goes through the model once for all of its pairs; the passes themselves are what is left.",
+        least=4.0,
+        beside=("solutions_forwarded", "first_batch_s"),
+    ),
+    Target(
+        "tokens/s of the torch engine against transformers' generate, embedded model",
+        ">= 2x",
+        "rollout-peer-ablation.json",
+        times_better("tokens_per_s"),
+        "At this size a step's matrix products and the reading of keys and values cost both sides the same.",
+        least=2.0,
+    ),
+    Target(
+        "tokens/s of the torch engine against transformers' generate, SmolLM2-135M",
+        ">= 1.3x",
+        "rollout-peer-smollm2-ablation.json",
+        times_better("tokens_per_s"),
+        "Both sides read the same weights in every decoding step, which takes most of it.",
+        least=1.3,
+    ),
+    Target(
+        "500k pairs: growth of peak memory over the process before",
+        "<= 200 MB",
+        "data.json",
+        plain("peak_memory_mb_500k", "MB"),
+        "What is held per pair is in the report's `memory_bytes_per_pair`.",
+        most=200.0,
+    ),
+    Target(
+        "500k pairs: first batch",
+        "< 1 s",
+        "data.json",
+        plain("first_batch_s_500k", "s"),
+        "Every shard is opened and its columns of labels are read before the first draw.",
+        most=1.0,
+    ),
+    Target(
+        "500k pairs: memory against the eager loader",
+        ">= 10x less",
+        "data-ablation.json",
+        times_better("peak_memory_mb_500k"),
+        "What is held per pair is in the report's `memory_bytes_per_pair`.",
+        least=10.0,
+    ),
+    Target(
+        "trainer's idle share, pipeline on, with the synchronous one beside it",
+        "< 20 %",
+        "pipeline.json",
+        idle_share,
+        "The trainer waits for the tail of a batch that is not in the buffer yet.",
+        most=20.0,
+    ),
+    Target(
+        "event-loop lag p99 in the loop profile",
+        "< 50 ms",
+        "loop.json",
+        plain("lag_p99_ms", "ms"),
+        "Whatever Python does between two looks at the loop, it does under one lock.",
+        most=50.0,
+    ),
+    Target(
+        "event-loop lag p99 against the naive ways",
+        ">= 20x less",
+        "loop-ablation.json",
+        times_better("lag_p99_ms"),
+        "Whatever Python does between two looks at the loop, it does under one lock.",
+        least=20.0,
+    ),
+    Target(
+        "rollouts/s with a deadline against wait-for-all, heavy-tailed latency",
+        ">= 2x",
+        "stragglers.json",
+        times_better("rollouts_per_s", 1),
+        "A shorter deadline would cut more of the long rollouts (`length_kept`).",
+        least=2.0,
+    ),
+    Target(
+        "rollouts/s with spo against wait-for-all, heavy-tailed latency",
+        ">= 2x",
+        "stragglers.json",
+        times_better("rollouts_per_s", 2),
+        "A smaller batch would cut more of the long rollouts (`length_kept`).",
+        least=2.0,
+    ),
+    *(
+        Target(
+            f"{what} against its loop, 4,096 rollouts, 16 environments",
+            ">= 10x",
+            "credit-ablation.json",
+            times_better(measure),
+            "What is left is the cost of a few calls of numpy and torch.",
+            least=10.0,
+        )
+        for what, measure in (("vectorised credit", "credit_ms"), ("V-REx by scatter", "vrex_ms"), ("IRM", "irm_ms"))
+    ),
+    Target(
+        "telemetry overhead",
+        "< 1 %",
+        "telemetry.json",
+        plain("overhead", "%", 100),
+        "Every span costs some microseconds; a step of so small a model is short.",
+        most=1.0,
+    ),
+)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def target_lines(reports: Mapping[str, BenchReport]) -> list[str]:
+    """`reports` by the name of their file. The table, then a line for each target that is not reached."""
+    rows, short = [], []
+    for target in TARGETS:
+        report = reports.get(target.file)
+        if report is None:
+            rows.append((target.what, target.goal, "", "not measured", "", f"`{target.file}`"))
+            continue
+        figure = target.read(report)
+        rows.append(
+            (
+                target.what,
+                target.goal,
+                figure.told,
+                figure.verdict(target),
+                f"`{report.command}`",
+                f"[{target.file}](benchmarks/{target.file})",
+            )
+        )
+        if not target.holds(figure.value):
+            short.append(f"- Not reached: {target.what}. {target.bound}{both_sides(target, report)}{time_of(report)}")
+    return [*markdown_rows(HEADER, "llrlll", rows), *(["", *short] if short else [])]
+
+
+def both_sides(target: Target, report: BenchReport) -> str:
+    slow, fast = ({**variant.derived, **medians(variant)} for variant in (report.variants[0], report.variants[-1]))
+    told = [f"`{name}` {number(fast[name])} against {number(slow[name])}" for name in target.beside]
+    return f" Ours against theirs: {', '.join(told)}." if told else ""
+
+
+def medians(variant: Variant) -> dict[str, float]:
+    return {name: median(samples.values) for name, samples in variant.samples.items()}
+
+
+def time_of(report: BenchReport) -> str:
+    """Where the time of the fast side went, where its budget says."""
+    budget = report.variants[-1].budget
+    if budget is None or not budget.wall_s:
+        return ""
+    parts = {name: seconds for name, seconds in budget.exposed.items() if name not in NO_PARTS}
+    largest = sorted(parts.items(), key=lambda entry: -entry[1])[:SHOWN_PARTS]
+    told = [f"{name.replace('_', ' ')} {100 * seconds / budget.wall_s:.0f} %" for name, seconds in largest]
+    return f" Where our side's time goes: {', '.join(told)}." if told else ""

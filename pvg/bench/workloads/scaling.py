@@ -1,0 +1,273 @@
+"""How a step's cost grows: whole steps of the game with work that is known, and that one setting makes larger.
+
+    pvg bench --profile scaling-rollouts      # and scaling-length, scaling-model
+    python docs/make_benchmarks.py            # fits the exponents
+
+A step as in the e2e workload, with two differences. Every completion has rollout.max_tokens tokens, whatever is
+sampled. And prover and verifier are Llama models of the same size with random weights, made when the workload opens:
+what a step costs does not depend on what they have learnt. So that no gradient is 0, the verifier's weights are not
+quite those of its start, and the profiles pay a malformed solution (random tokens are nothing else) by its score.
+
+The measures are the seconds of each part of a step, `rest` being what no other part names (credit, packing, records,
+what is unaccounted), and the most memory that the process held. Beside them stands, in `derived`, each part's work,
+which follows from the sizes alone:
+
+- floating-point operations of prefill, decode, score, reference and forward_backward (pvg.bench.flops). Prompts count
+  once per group; a backward pass is two forward passes; a score of the implicit head takes two. In decoding a token
+  looks at those before it, elsewhere at all of its row, as in the trainer workload;
+- numbers read in decode beside its operations: in each step all weights once for all rows, and for each row all keys
+  and values before it, each for a single token. Memory, not arithmetic, is what long rows wait for;
+- parameters for optimizer and sync;
+- completion tokens for dispatch (asking the engine, grading) and rest, which touch every rollout and every token.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from pvg.bench.flops import ModelSize
+from pvg.bench.memory import PeakMemory
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads import e2e
+from pvg.bench.workloads.random_models import HEAD, random_llama
+from pvg.bench.workloads.rollout import dispatcher
+from pvg.errors import ConfigurationError
+from pvg.experiment import Experiment, build_experiment
+from pvg.models.compute import compute_executor
+from pvg.models.heads import VerifierModel
+from pvg.sections import Count
+from pvg.telemetry.observer import Progress
+from pvg.telemetry.spans import Tracer, run_in, span
+
+# The parts of a step that are told, each with the spans whose seconds it sums.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "dispatch": ("rollout", "grade", "wait_for_rollouts"),
+    "score": ("score", "score_queue", "score_service"),
+    "reference": ("reference",),
+    "forward_backward": ("forward_backward",),
+    "optimizer": ("optimizer",),
+    "sync": ("sync",),
+}
+REST = "rest"
+COMPUTED = ("prefill", "decode", "score", "reference", "forward_backward")  # their work is counted in operations
+
+MEASURES: Mapping[str, Measure] = {
+    "step_s": Measure("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
+    **{f"{part}_s": Measure("s", "lower", f"of it: {', '.join(spans)}") for part, spans in PARTS.items()},
+    f"{REST}_s": Measure("s", "lower", "of it: everything else"),
+    "peak_memory_mb": Measure("MB", "lower", "most resident memory of the process during the step"),
+}
+
+
+class Settings(e2e.Settings):
+    """The `[workload]` table. `axis`: what the variants make larger, a figure of `derived`; the models have `layers`
+    layers of `width`, a multiple of 32, and take `context` tokens; `seed` is that of their weights."""
+
+    axis: Literal["rollouts", "completion_tokens", "prover_parameters"]
+    width: Count = 128
+    layers: Count = 3
+    context: Count = 1024
+    seed: int = 0
+
+
+def make(settings: BenchSettings) -> Workload:
+    own, experiment = workload_settings(Settings, settings), settings.experiment
+    if own.width % HEAD:
+        raise ConfigurationError(f"workload.width = {own.width} is no multiple of {HEAD}, the width of a head.")
+    if experiment.task.kind != "modchain":
+        raise ConfigurationError(
+            f"The scaling workload's models know modchain's alphabet alone, not that of task.kind = "
+            f"{experiment.task.kind!r}.",
+            "Use an experiment whose task.kind is 'modchain'.",
+        )
+    return Scaling(experiment, own, settings.executor)
+
+
+@dataclass
+class BudgetWatcher(e2e.StepWatcher):
+    """Keeps each step's seconds by part too."""
+
+    budgets: list[Mapping[str, float]] = field(default_factory=list)
+
+    def progressed(self, progress: Progress) -> None:
+        super().progressed(progress)
+        self.budgets.append(progress.budget)
+
+
+class Scaling(e2e.EndToEnd):
+    """See the module."""
+
+    measures: Mapping[str, Measure] = MEASURES
+
+    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+        super().__init__(experiment, own, executor)
+        self._scaling = own
+
+    async def open(self) -> None:
+        own = self._scaling
+        with ExitStack() as stack:
+            if self._executor is None:  # here already: the models too must be made in the one compute thread
+                self._executor = stack.enter_context(compute_executor(self._experiment.models.threads))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
+            sizes = {"width": own.width, "layers": own.layers, "context": own.context}
+            source = await run_in(self._executor, partial(random_llama, folder, **sizes, seed=own.seed))
+            self._experiment = with_models(self._experiment, source)
+            await super().open()
+            self._made = stack.pop_all()
+        players = self._session.players
+        await players.compute(lambda: shift_weights(self._verifier, own.seed))
+        players.dispatcher = dispatcher(players, players.engine, fixed_length=True)
+
+    async def close(self) -> None:
+        await super().close()
+        self._made.close()
+
+    def work(self) -> dict[str, Any]:
+        """Without `axis`, which says what is looked at, not what is done."""
+        name = self._session.players.base.name
+        return super().work() | {"verifier": name, "fixed_length": True, "weights": self._scaling.seed}
+
+    async def sample(self, index: int) -> dict[str, float]:
+        session, steps = self._session, self._own.steps
+        session.tracer = tracer = Tracer()
+        session.observer = watcher = BudgetWatcher()
+        with span("reset"):
+            phase = await self._fresh_phase()
+        with span("step"), tracer.drive(), PeakMemory() as peak:  # its parts are told to the session's own tracer
+            await phase.play()
+            step_s = (time.perf_counter() - session.began) / steps
+        self._steps = watcher.steps
+        seconds = {
+            part: sum(budget.get(name, 0.0) for budget in watcher.budgets for name in spans) / steps
+            for part, spans in PARTS.items()
+        }
+        return {
+            "step_s": step_s,
+            **{f"{part}_s": amount for part, amount in seconds.items()},
+            f"{REST}_s": step_s - sum(seconds.values()),
+            "peak_memory_mb": peak.megabytes,
+        }
+
+    def derived(self) -> dict[str, float]:
+        """The three axes, then the work of one step: `flops` of all, and of each part what the module says."""
+        experiment, ledger, base = self._experiment, self._session.ledger, self._session.players.base
+        steps, completion = self._own.steps, experiment.rollout.max_tokens
+        rollouts, prompt = ledger.rollouts / steps, ledger.prompt_tokens / ledger.rollouts
+        work = step_work(
+            ModelSize.of(base),
+            groups=experiment.training.groups,
+            rollouts=rollouts,
+            prompt=prompt,
+            completion=completion,
+            judged=self._judged_tokens(),
+            judgements=1 + self._verifier.needs_reference,
+            parameters=base.num_parameters,
+        )
+        return {
+            **super().derived(),
+            "rollouts": rollouts,
+            "prover_parameters": float(base.num_parameters),
+            "tokens": (ledger.prompt_tokens + ledger.completion_tokens) / steps,
+            "flops": sum(work[part] for part in COMPUTED),
+            **{f"work_{part}": amount for part, amount in work.items()},
+            "reads_decode": decode_reads(
+                ModelSize.of(base),
+                steps=completion * math.ceil(rollouts / experiment.rollout.max_rows),
+                rollouts=rollouts,
+                prompt=prompt,
+                completion=completion,
+                parameters=base.num_parameters,
+            ),
+        }
+
+    def _judged_tokens(self) -> int:
+        """How long a solution is for the verifier: with its question, and the end token."""
+        players, session = self._session.players, self._session
+        completion = np.zeros(self._experiment.rollout.max_tokens, dtype=np.int32)
+        question = session.problems("prover")[0].question
+        ids, _ = players.template(self._verifier).tokens(question, "", completion, players.base.tokenizer.fingerprint)
+        return len(ids)
+
+
+def step_work(
+    size: ModelSize,
+    *,
+    groups: int,
+    rollouts: float,
+    prompt: float,
+    completion: int,
+    judged: int,
+    judgements: int,
+    parameters: int,
+) -> dict[str, float]:
+    """The work of each part of a step, in the units that the module names.
+
+    `groups` prompts of `prompt` tokens, `rollouts` completions of `completion`; the verifier reads `judged` tokens of
+    each, `judgements` times. Of a prompt, the prefill leaves the last token to the first decoding step.
+    """
+    tokens = rollouts * completion
+    trained = size.forward(
+        groups * prompt + rollouts * (completion - 1),
+        tokens,
+        groups * prompt**2 + tokens * (prompt + completion),
+    )
+    scored = size.forward(rollouts * judged, rollouts * completion, rollouts * judged**2)
+    return {
+        "prefill": size.forward(groups * (prompt - 1), 0.0, groups * (prompt - 1) ** 2),
+        "decode": size.forward(tokens, tokens, looked_at(rollouts, prompt, completion)),
+        "dispatch": tokens,
+        "score": judgements * scored,
+        "reference": trained,
+        "forward_backward": 3 * trained,
+        "optimizer": float(parameters),
+        "sync": float(parameters),
+        REST: tokens,
+    }
+
+
+def decode_reads(
+    size: ModelSize, *, steps: int, rollouts: float, prompt: float, completion: int, parameters: int
+) -> float:
+    """Numbers that `steps` decoding steps read: weights, and each row's keys and values."""
+    return float(steps * parameters) + 2.0 * size.attention * looked_at(rollouts, prompt, completion)
+
+
+def looked_at(rollouts: float, prompt: float, completion: int) -> float:
+    """Tokens that the rows of all decoding steps attend to, each step's own among them."""
+    return rollouts * (completion * prompt + completion * (completion - 1) / 2)
+
+
+def with_models(experiment: Experiment, source: str) -> Experiment:
+    """The experiment with the same model for both players."""
+    plain = experiment.plain()
+    models = {
+        **plain["models"],
+        **{player: {**plain["models"][player], "source": source} for player in ("prover", "verifier")},
+    }
+    return build_experiment({**plain, "models": models})
+
+
+def shift_weights(verifier: VerifierModel, seed: int) -> None:
+    """Move every weight a little at random: at its start the implicit head scores all solutions 0."""
+    generator = torch.Generator().manual_seed(seed)
+    verifier.load_trainable_state(
+        {
+            name: weight + 0.01 * torch.randn(weight.shape, generator=generator).to(weight)
+            for name, weight in verifier.trainable_state().items()
+        }
+    )

@@ -1,0 +1,209 @@
+"""The page's table of targets and its tables of growth, and the README's ladder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_reports import PROFILE, higher, lower, made_report, variant
+
+from pvg.bench.report import BenchReport
+from pvg.errors import UsageError
+
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(DOCS))
+
+from readme_ladder import BEGIN, END, with_ladder  # noqa: E402
+from scaling_tables import growths, scaling_lines  # noqa: E402
+from targets import TARGETS, target_lines  # noqa: E402
+
+AROUND = [0.98, 0.99, 1.0, 1.01, 1.02]
+
+
+def around(middle: float) -> list[float]:
+    return [middle * factor for factor in AROUND]
+
+
+def row_of(lines: list[str], what: str) -> str:
+    (row,) = [line for line in lines if line.startswith(f"| {what} ")]
+    return row
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_reports_nothing_is_measured() -> None:
+    lines = target_lines({})
+    assert len(lines) == 2 + len(TARGETS)
+    assert all("| not measured |" in line for line in lines[2:])
+
+
+def ladder_report(slow: float, fast: float) -> BenchReport:
+    return made_report(
+        variant({"step_s": lower(around(slow))}, "all slow"),
+        variant({"step_s": lower(around(fast))}, "rollout.max_rows=256"),
+        kind="ablation",
+        name="e2e",
+        command="pvg bench --profile e2e --ablate",
+        config={
+            "profile": PROFILE
+            | {
+                "headline": "step_s",
+                "ladder": [{"switch": "rollout.max_rows", "slow": 8, "fast": 256, "says": "decoded together"}],
+            },
+            "experiment": {},
+        },
+    )
+
+
+def test_a_ratio_beyond_its_target_is_reached_and_one_around_it_is_not_sure() -> None:
+    what = "whole GRPO steps of the embedded game, all switches fast against all slow"
+
+    def row(slow: float) -> str:
+        return row_of(target_lines({"e2e-ablation.json": ladder_report(slow, 1.0)}), what)
+
+    assert "| >= 3x | 4.00x (" in row(4.0)
+    assert (
+        "| reached | `pvg bench --profile e2e --ablate` | [e2e-ablation.json](benchmarks/e2e-ablation.json) |" in row(4)
+    )
+    assert "| reached, within the noise |" in row(3.02)
+    assert "| **not reached**, within the noise |" in row(2.98)
+    assert "| **not reached** |" in row(2.0)
+
+
+def test_what_is_not_reached_says_what_bounds_it() -> None:
+    lines = target_lines({"e2e-ablation.json": ladder_report(2.0, 1.0)})
+    assert lines[-1].startswith("- Not reached: whole GRPO steps of the embedded game")
+    assert lines[-1].endswith("Where our side's time goes: decode 100 %.")
+    assert not [line for line in target_lines({"e2e-ablation.json": ladder_report(4.0, 1.0)}) if line.startswith("- ")]
+
+
+def test_a_peer_that_is_too_near_is_told_with_both_sides_figures() -> None:
+    def side(step: float) -> dict[str, Any]:
+        return {
+            name: lower(around(share * step)) for name, share in (("step_s", 1), ("rollout_s", 0.6), ("train_s", 0.4))
+        }
+
+    report = made_report(variant(side(2.0), "trainer=TRL"), variant(side(1.5), "trainer=pvg"))
+    assert "`rollout_s` 0.9 against 1.2, `train_s` 0.6 against 0.8." in target_lines({"peers-grpo.json": report})[-1]
+
+
+def test_figures_without_a_ratio_are_medians_with_their_range() -> None:
+    telemetry = made_report(variant({"overhead": lower([0.002, 0.004, 0.02], "1")}))
+    lag = made_report(variant({"lag_p99_ms": lower([60.0, 61.0, 40.0], "ms")}))
+    lines = target_lines({"telemetry.json": telemetry, "loop.json": lag})
+    assert "| < 1 % | 0.4 % (0.2 – 2) | reached |" in row_of(lines, "telemetry overhead")
+    assert "| < 50 ms | 60 ms (40 – 61) | **not reached** |" in row_of(lines, "event-loop lag p99 in the loop profile")
+
+
+def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
+    report = made_report(
+        *(
+            variant({"trainer_idle": lower(around(idle), "1")}, f"rollout.prefetch={ahead}")
+            for ahead, idle in ((0, 0.5), (1, 0.1), (2, 0.15))
+        ),
+        config={"profile": PROFILE | {"headline": "trainer_idle"}, "experiment": {}},
+    )
+    row = row_of(
+        target_lines({"pipeline.json": report}), "trainer's idle share, pipeline on, with the synchronous one beside it"
+    )
+    assert "| 10 % (9.8 – 10.2), `rollout.prefetch=1`; synchronous 50 % (49 – 51) | reached |" in row
+
+
+def test_a_report_that_lacks_the_measure_is_refused() -> None:
+    with pytest.raises(UsageError, match="no peak_memory_mb_500k"):
+        target_lines({"data.json": made_report(variant({"first_batch_s_5k": lower([1.0])}))})
+    with pytest.raises(UsageError, match="variant 2"):
+        target_lines(
+            {"stragglers.json": made_report(*(variant({"rollouts_per_s": higher([1.0])}, f"k={n}") for n in "ab"))}
+        )
+
+
+# --- growth ----------------------------------------------------------------------------------------------------------
+
+
+def scaling_report(decode: float) -> BenchReport:
+    """Ten milliseconds and work of 1 GFLOP a rollout; the time of decoding grows with the given power."""
+
+    def one(rollouts: int) -> Any:
+        decode_s = 1e-4 * rollouts**decode
+        return variant(
+            {
+                "step_s": lower(around(0.01 * rollouts + decode_s)),
+                "decode_s": lower(around(decode_s)),
+                "sync_s": lower([0.0] * 5),
+                "rest_s": lower(around(0.01 * rollouts)),
+                "peak_memory_mb": lower([500.0] * 5, "MB"),
+            },
+            f"rollouts={rollouts}",
+            derived={
+                "rollouts": rollouts,
+                "tokens": 48.0 * rollouts,
+                "flops": 1e9 * rollouts,
+                "work_decode": 1e9 * rollouts,
+                "work_sync": 5e5,
+                "work_rest": 37.0 * rollouts,
+            },
+        )
+
+    return made_report(
+        *map(one, (64, 128, 256, 512, 1024)),
+        profile="scaling",
+        config={"profile": PROFILE | {"workload": {"axis": "rollouts"}, "headline": "step_s"}, "experiment": {}},
+    )
+
+
+def test_what_grows_with_its_work_is_said_to() -> None:
+    lines = list(scaling_lines(scaling_report(1.0)))
+    assert lines[-1] == (
+        "Nothing grows faster than its work beyond the noise. Of 3 intervals, 0.1 lie above the truth by chance."
+    )
+    assert "fitted from 256 to 1,024" in "\n".join(lines)
+    assert "| 1,024 | 10.34 | 0.102 | 0 | 10.24 | 49,152 | 1,024 | 500 |" in lines
+    (decode,) = [line for line in lines if line.startswith("| decode ")]
+    assert decode.startswith("| decode | 1 % | 1.00 (0.9")
+    assert "| 1.00 (operations) | " in decode
+    (slower,) = [line for line in scaling_lines(scaling_report(0.5)) if line.startswith("| decode ")]
+    assert slower.endswith("| 1.00 (operations) | no faster |")
+    (unsure,) = [line for line in scaling_lines(scaling_report(1.005)) if line.startswith("| decode ")]
+    assert unsure.endswith("| 1.00 (operations) | within the noise |")
+    assert not [line for line in lines if line.startswith("| sync ")]  # takes no time: it has no exponent
+
+
+def test_what_grows_faster_than_its_work_is_named() -> None:
+    report = scaling_report(2.0)
+    assert list(scaling_lines(report))[-1].startswith("Faster than its work grows: whole step (by 0.8")
+    by_part = {growth.part: growth for growth in growths(report)}
+    assert by_part["decode"].faster
+    assert by_part["decode"].time.value == pytest.approx(2.0)
+    assert not by_part["rest"].faster
+
+
+def test_decoding_may_grow_as_what_it_reads_does() -> None:
+    """Where that grows more than its operations do. The whole step then may too, as far as decoding is part of it."""
+    report = scaling_report(2.0)
+    reading = [
+        variant.model_copy(update={"derived": {**variant.derived, "reads_decode": variant.derived["rollouts"] ** 2}})
+        for variant in report.variants
+    ]
+    whole, decode, _ = growths(report.model_copy(update={"variants": tuple(reading)}))
+    assert decode.work == pytest.approx({"operations": 1.0, "numbers read": 2.0})
+    assert not decode.faster
+    assert whole.work["its parts'"] == pytest.approx(whole.time.value)
+    assert not whole.faster
+
+
+# --- the README ------------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_stands_between_its_marks_and_nothing_else_changes() -> None:
+    readme = f"# pvg\n\n{BEGIN}\nold\n{END}\n\nmore\n"
+    text = with_ladder(readme, ladder_report(4.0, 1.0))
+    assert text.startswith(f"# pvg\n\n{BEGIN}\n\n| switch | what it does | step, s | in all |\n")
+    assert "| all slow |  | 4 |  |\n| `rollout.max_rows=256` | decoded together | 1 | 4.00x |\n\n" in text
+    assert text.endswith(f"{END}\n\nmore\n")
+    assert with_ladder(text, ladder_report(4.0, 1.0)) == text
+    with pytest.raises(UsageError, match="end of the ladder"):
+        with_ladder(f"# pvg\n{BEGIN}\n", ladder_report(4.0, 1.0))
