@@ -150,12 +150,12 @@ def page(root: Path, seeds: Sequence[int]) -> str:
     for side in SIDES:
         for seed in seeds:
             check_switches(side, seed, root)
-    rows = rows_of(played["slow"], played["fast"])
+    rows, count = rows_of(played["slow"], played["fast"]), len(played["slow"][0])
     seconds = {side: statistics.median(seconds_of(seed, root / side) for seed in seeds) for side in SIDES}
     template = (HERE / "equality.template.md").read_text(encoding="utf-8")
     return template.format(
         seeds=len(seeds),
-        rounds=len(played["slow"][0]),
+        rounds="1 round" if count == 1 else f"{count} rounds",
         verdict=verdict(rows),
         table="\n".join(table(rows)),
         switches="\n".join(switch_table()),

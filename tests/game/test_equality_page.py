@@ -116,6 +116,7 @@ def test_a_page_of_sides_that_agree_but_for_one_metric(tmp_path: Path) -> None:
     assert "Over all 4 comparisons together, the two sides **differ by more than the seeds do**: p = 0.008" in page
     assert "2 of 5 lie beyond the spread at 0.05; 0.2 would by chance alone." in page
     assert "`rollout.max_rows` | 8 | 256 |" in page
+    assert "5 seeds each, 2 rounds, played by pvg 0.1.0+abc." in page
     assert "202 s with all switches slow and 202 s with all fast" in page
 
 
