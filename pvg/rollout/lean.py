@@ -5,8 +5,8 @@
     logits_RV = lean.step(token_R, position_R, cache, columns=40)
 
 What it saves over the module: the Python of some twenty submodules per layer, the query, key and value projections as
-three products and the gate and up projections as two, a mask per layer, and the attention kernel where plain batched
-products are faster. All of it is plain torch and chosen by device; so far it has run on CPUs only.
+three products and the gate and up projections as two, a mask per layer, and the attention kernel where other operators
+are faster (pvg.rollout.lean_attention). All of it is plain torch and chosen by device; so far it has run on CPUs only.
 
 Invariants: the weights are the module's own (its parameters become views of fused matrices), so loading in place
 reaches both; `over` has compared the logits of both on the weights they share. A row's columns in the cache begin at 0,
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pvg.rollout.lean_attention import Attention, ByKernel, ByProducts
 
 # Decoders of one shape: RMSNorm, rotary positions in halves, grouped queries, gated MLP with silu; biases and norms of
 # the heads are found as they are. `over` believes none of it before the logits agree.
@@ -57,12 +59,14 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class LeanCache:
-    """Keys and values [layers, 2, rows, K heads, columns, D], zero where nothing was written: what is masked is still
-    multiplied by 0, and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype."""
+    """Keys and values [layers, 2, rows, columns, X], X = K heads x D, zero where nothing was written: what is masked is
+    still multiplied by 0, and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype.
+    `attention` works on a cache of this size."""
 
     kv: Tensor
     cos_T1D: Tensor
     sin_T1D: Tensor
+    attention: Attention
 
     @property
     def rows(self) -> int:
@@ -70,24 +74,11 @@ class LeanCache:
 
     @property
     def columns(self) -> int:
-        return self.kv.shape[4]
+        return self.kv.shape[3]
 
     def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
         """Row `sources_M[m]` is copied to the place of row `targets_M[m]`, up to `columns`."""
-        self.kv[:, :, targets_M, :, :columns] = self.kv[:, :, sources_M, :, :columns]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What all layers of one step share: R rows that see `columns`, `place_RK` in the flattened cache of a layer, and
-    `bias` 0 where a row sees a column and -inf where not (as the attention wants it)."""
-
-    rows: int
-    columns: int
-    cos_R1D: Tensor
-    sin_R1D: Tensor
-    place_N: Tensor
-    bias: Tensor
+        self.kv[:, :, targets_M, :columns] = self.kv[:, :, sources_M, :columns]
 
 
 class LeanDecoder:
@@ -103,9 +94,7 @@ class LeanDecoder:
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
-        self._scale = self._width**-0.5
         self._layers = [_fused(layer) for layer in decoder.layers]
-        # Attention of one query: on a CPU in float32, batched products take half the time of the fused kernel.
         self._products = self._embedding.device.type == "cpu" and self._embedding.dtype == torch.float32
 
     @classmethod
@@ -122,10 +111,15 @@ class LeanDecoder:
         return self._embedding.device
 
     def new_cache(self, rows: int, columns: int) -> LeanCache:
-        shape = (len(self._layers), 2, rows, self._kv_heads, columns, self._width)
+        shape = (len(self._layers), 2, rows, columns, self._kv_heads * self._width)
         kv = _zeros(shape, self._embedding.dtype, self.device)
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
-        return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None])
+        attention: Attention = (
+            ByProducts(rows, columns, self._heads, self._kv_heads, self._width)
+            if self._products
+            else ByKernel(self._kv_heads, self._width)
+        )
+        return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     @torch.inference_mode()
     def prefill(self, ids_BL: Tensor, cache: LeanCache, rows_F: Tensor, prompts_F: Tensor) -> None:
@@ -137,9 +131,9 @@ class LeanDecoder:
         groups = self._heads // self._kv_heads
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_NHD, k_NKD, v_NKD = self._qkv(layer, x_NW, cos_N1D, sin_N1D)
+            for buffer, new_NKD in zip(kv, (k_NKD, v_NKD), strict=True):
+                buffer[:, :L].index_copy_(0, rows_F, new_NKD.reshape(B, L, -1)[prompts_F])
             k_BKLD, v_BKLD = (x.view(B, L, self._kv_heads, self._width).transpose(1, 2) for x in (k_NKD, v_NKD))
-            kv[0][rows_F, :, :L] = k_BKLD[prompts_F]
-            kv[1][rows_F, :, :L] = v_BKLD[prompts_F]
             out_BHLD = F.scaled_dot_product_attention(
                 q_NHD.view(B, L, self._heads, self._width).transpose(1, 2),
                 k_BKLD.repeat_interleave(groups, dim=1),
@@ -154,34 +148,18 @@ class LeanDecoder:
 
         `columns` is above every position whose logits are wanted."""
         x_RW = F.embedding(token_R, self._embedding)
-        step = self._shared(position_R, cache, columns)
+        cos_R1D, sin_R1D = cache.cos_T1D[position_R], cache.sin_T1D[position_R]
+        place_R = torch.arange(len(position_R), device=self.device) * cache.columns + position_R
+        cache.attention.prepare(position_R, columns)
         for layer, kv in zip(self._layers, cache.kv, strict=True):
-            q_RHD, k_RKD, v_RKD = self._qkv(layer, x_RW, step.cos_R1D, step.sin_R1D)
+            q_RHD, k_RKD, v_RKD = self._qkv(layer, x_RW, cos_R1D, sin_R1D)
             for buffer, new_RKD in zip(kv, (k_RKD, v_RKD), strict=True):
-                buffer.view(-1, self._width).index_copy_(0, step.place_N, new_RKD.reshape(-1, self._width))
-            attend = self._by_products if self._products else self._by_kernel
-            x_RW = self._rest(layer, x_RW, attend(q_RHD, kv, step))
+                buffer.view(-1, buffer.shape[-1]).index_copy_(0, place_R, new_RKD.flatten(1))
+            x_RW = self._rest(layer, x_RW, cache.attention.attend(q_RHD, kv[0], kv[1]))
         logits_RV: Tensor = F.linear(self._norm(x_RW, self._final_norm), self._head)
         return logits_RV
 
     # --- one layer ---------------------------------------------------------------------------------------------------
-
-    def _shared(self, position_R: Tensor, cache: LeanCache, columns: int) -> _Step:
-        rows = len(position_R)
-        head_RK = torch.arange(rows * self._kv_heads, device=self.device).view(rows, self._kv_heads)
-        hidden_RT = torch.arange(columns, device=self.device) > position_R[:, None]
-        bias_RT = torch.zeros(rows, columns, dtype=cache.kv.dtype, device=self.device)
-        bias_RT.masked_fill_(hidden_RT, -torch.inf)
-        return _Step(
-            rows=rows,
-            columns=columns,
-            cos_R1D=cache.cos_T1D[position_R],
-            sin_R1D=cache.sin_T1D[position_R],
-            place_N=(head_RK * cache.columns + position_R[:, None]).flatten(),
-            bias=bias_RT.repeat_interleave(self._kv_heads, dim=0)[:, None]
-            if self._products
-            else bias_RT[:, None, None],
-        )
 
     def _qkv(self, layer: _Layer, x_NW: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, D] and keys [N, K, D] in their places, values [N, K, D]."""
@@ -196,21 +174,6 @@ class LeanDecoder:
         turned_NXD[..., :half].addcmul_(qk_NXD[..., half:], sin_N1D[..., :half], value=-1)
         turned_NXD[..., half:].addcmul_(qk_NXD[..., :half], sin_N1D[..., half:])
         return turned_NXD[:, : self._heads], turned_NXD[:, self._heads :], v_NKD
-
-    def _by_products(self, q_RHD: Tensor, kv: Tensor, step: _Step) -> Tensor:
-        shape = (step.rows * self._kv_heads, -1, self._width)
-        keys, values = (buffer.view(-1, *buffer.shape[2:])[: shape[0], : step.columns] for buffer in kv)
-        q = q_RHD.reshape(shape)
-        groups = q.shape[1]
-        bias = step.bias if groups == 1 else step.bias.expand(-1, groups, -1)
-        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(step.rows, -1)
-
-    def _by_kernel(self, q_RHD: Tensor, kv: Tensor, step: _Step) -> Tensor:
-        """The queries of a group stand as rows of one query matrix, so that keys are read once for all of them."""
-        q_RKGD = q_RHD.reshape(step.rows, self._kv_heads, -1, self._width)
-        keys, values = (buffer[: step.rows, :, : step.columns] for buffer in kv)
-        return F.scaled_dot_product_attention(q_RKGD, keys, values, attn_mask=step.bias).reshape(step.rows, -1)
 
     def _rest(self, layer: _Layer, x_NW: Tensor, attended: Tensor) -> Tensor:
         """The output projection and the gated MLP, each added to its input."""

@@ -159,7 +159,7 @@ class LeanRows:
             self._cache = None if self._extent == 0 else cache  # the old one is freed first where it holds nothing
             grown = self._decoder.new_cache(rows, columns)
             if self._cache is not None:
-                grown.kv[:, :, : have[0], :, : have[1]] = self._cache.kv
+                grown.kv[:, :, : have[0], : have[1]] = self._cache.kv
             self._cache = grown
 
     def _prefill(self, slots: Sequence[int], requests: Sequence[GenerationRequest]) -> None:
