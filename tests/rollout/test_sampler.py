@@ -11,6 +11,7 @@ from tiny_policies import naive_kept
 
 from pvg.rollout import sampler
 from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.rollout.philox import philox_numbers
 from pvg.rollout.sampler import RowSettings, distribution, draw, sample, uniform_numbers
 
 CPU = torch.device("cpu")
@@ -104,6 +105,15 @@ def test_a_request_has_its_own_numbers_whatever_their_count() -> None:
     together = uniform_numbers([other, one], 9)
     np.testing.assert_array_equal(together[1, :3], uniform_numbers([one], 3)[0])
     assert not np.intersect1d(together[0], together[1]).size
+
+
+@given(st.lists(st.integers(0, 2**128 - 1), min_size=1, max_size=40), st.integers(1, 70))
+@settings(max_examples=60, deadline=None)
+def test_the_numbers_of_many_requests_are_those_of_numpys_generator(seeds: list[int], count: int) -> None:
+    requests = [GenerationRequest("r", np.ones(1, np.int32), Sampling(count, ()), seed) for seed in seeds]
+    expected = np.stack([np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds])
+    np.testing.assert_array_equal(philox_numbers(seeds, count), expected)
+    np.testing.assert_array_equal(uniform_numbers(requests, count), expected)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 513, 1000, 1024, 2049])
