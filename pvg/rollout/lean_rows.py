@@ -184,15 +184,17 @@ class LeanRows:
     def _decode(self, dropped_N: NDArray[np.bool_]) -> Turn:
         done: list[tuple[int, Decoded]] = []
         steps = live_rows = 0
-        enough = max(1, int(TURN_SHARE * self._live)) if self._continuous else self._live
-        while self._live and len(done) < enough and not (self._continuous and steps == TURN_STEPS):
+        live = self._live
+        enough = max(1, int(TURN_SHARE * live)) if self._continuous else live
+        while live and len(done) < enough and not (self._continuous and steps == TURN_STEPS):
             steps += 1
-            live_rows += self._live
-            done += self._ended(self._step(), dropped_N)
-            finished = self._extent - self._live
-            if self._compaction and finished >= max(1, COMPACT_SHARE * self._extent):
+            live_rows += live
+            ended = self._ended(self._step(), dropped_N)
+            done += ended
+            live -= len(ended)
+            if self._compaction and self._extent - live >= max(1, COMPACT_SHARE * self._extent):
                 self._compact()
-        if not self._live:
+        if not live:
             self._extent = 0
         return Turn(done, steps, live_rows)
 
