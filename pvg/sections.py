@@ -113,6 +113,9 @@ class Rollouts(Section):
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends
     shared_prefill: bool = True  # each distinct prompt is prefilled once per batch; false: once per row
+    # While rows of one prompt stand side by side, a step reads its keys and values once for all of them; false: once
+    # per row. Lean decoding in float32 on a CPU only: elsewhere nothing changes.
+    shared_attention: bool = True
     # "lean": a decoding step of pvg's own for Llama-like models, compared with the model's logits when the engine opens
     # (other models go through transformers, and events.log says so); "module": all through transformers
     decoding: Literal["lean", "module"] = "lean"

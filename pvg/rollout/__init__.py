@@ -66,6 +66,7 @@ def _open_torch(setting: Setting) -> Engine:
         events=setting.events,
         compaction=section.compaction,
         shared_prefill=section.shared_prefill,
+        shared_attention=section.shared_attention,
         lean=section.decoding == "lean",
         continuous=section.batching == "continuous",
         routed_experts=section.routed_experts,

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pvg.rollout.lean_attention import Attention, ByKernel, ByProducts
+from pvg.rollout.lean_attention import Attention, ByKernel, ByProducts, Shared
 
 # Decoders of one shape: RMSNorm, rotary positions in halves, grouped queries, gated MLP with silu; biases and norms of
 # the heads are found as they are. `over` believes none of it before the logits agree.
@@ -119,7 +119,7 @@ class LeanDecoder:
         attention: Attention = (
             ByProducts(rows, columns, self._heads, self._kv_heads, self._width)
             if self._products
-            else ByKernel(self._kv_heads, self._width)
+            else ByKernel(self._kv_heads, self._width, kv.dtype)
         )
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
@@ -145,14 +145,16 @@ class LeanDecoder:
             x_NW = self._rest(layer, x_NW, out_BHLD.transpose(1, 2).reshape(B * L, -1))
 
     @torch.inference_mode()
-    def step(self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int) -> Tensor:
+    def step(
+        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: Shared | None = None
+    ) -> Tensor:
         """logits_RV after the tokens `token_R` int64 at positions `position_R` int64 of the cache's first R rows.
 
-        `columns` is above every position whose logits are wanted."""
+        `columns` is above every position whose logits are wanted; `shared` columns are filled, and before them all."""
         x_RW = F.embedding(token_R, self._embedding)
         cos_R1D, sin_R1D = cache.cos_T1D[position_R], cache.sin_T1D[position_R]
         place_R = torch.arange(len(position_R), device=self.device) * cache.columns + position_R
-        cache.attention.prepare(position_R, columns)
+        cache.attention.prepare(position_R, columns, shared)
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_RHD, k_RKD, v_RKD = self._qkv(layer, x_RW, cos_R1D, sin_R1D)
             for buffer, new_RKD in zip(kv, (k_RKD, v_RKD), strict=True):

@@ -15,6 +15,7 @@ attention costs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,11 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Rows 0, `rows`, 2 `rows`, ... and the `rows` - 1 behind each have the same tokens in their first `columns`."""
+
+    rows: int
+    columns: int
+
+
 class Attention(Protocol):
     """R rows, C columns of the cache, T columns in use, H query heads, K key heads, D head width, X = K D."""
 
-    def prepare(self, position_R: Tensor, columns: int) -> None:
-        """Row r will see the columns up to `position_R[r]`, all of which are below `columns`."""
+    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+        """Row r will see the columns up to `position_R[r]`, all of which are below `columns`. What is `shared` may be
+        read of the first of those rows alone."""
         ...
 
     def attend(self, q_RHD: Tensor, keys_RCX: Tensor, values_RCX: Tensor) -> Tensor:
@@ -49,20 +59,22 @@ class ByProducts:
         token_R1C = torch.arange(rows * columns).view(rows, 1, columns)
         self._places_RHC = (token_R1C * kv_heads + head_H1).to(torch.int32)
 
-    def prepare(self, position_R: Tensor, columns: int) -> None:
-        rows = len(position_R)
-        seen_R1T = torch.arange(columns) <= position_R[:, None, None]
-        self._bias_R1T = torch.zeros(rows, 1, columns).masked_fill_(~seen_R1T, -torch.inf)
-        self._places_N = self._places_RHC[:rows, :, :columns].flatten()
+    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+        rows, self._shared = len(position_R), shared
+        hidden_R1T = torch.arange(columns) > position_R[:, None, None]
+        self._bias_R1T = torch.zeros(rows, 1, columns).masked_fill_(hidden_R1T, -torch.inf)
+        places_RHT = self._places_RHC[:rows, :, :columns].contiguous()
+        if shared is not None:
+            places_GSHT = places_RHT.view(-1, shared.rows, *places_RHT.shape[1:])[..., : shared.columns]
+            places_GSHT.copy_(places_GSHT[:, :1].clone())
+        self._places_N = places_RHT.flatten()
         self._bags_N = torch.arange(0, len(self._places_N), columns, dtype=torch.int32)
 
     def attend(self, q_RHD: Tensor, keys_RCX: Tensor, values_RCX: Tensor) -> Tensor:
         rows, _, columns = self._bias_R1T.shape
         _, kv_heads, width = self._shape
         self._blocks_RKGD[:rows].copy_(q_RHD.view(rows, kv_heads, -1, width))
-        scores_RHT = torch.bmm(self._query_RHX[:rows], keys_RCX[:rows, :columns].transpose(1, 2))
-        torch.add(self._bias_R1T, scores_RHT, alpha=self._scale, out=scores_RHT)
-        weights_RHT = torch.softmax(scores_RHT, dim=-1)
+        weights_RHT = torch.softmax(self._scores(keys_RCX[:rows, :columns]), dim=-1)
         out_ND = F.embedding_bag(
             self._places_N,
             values_RCX.view(-1, width),
@@ -72,21 +84,41 @@ class ByProducts:
         )
         return out_ND.view(rows, -1)
 
+    def _scores(self, keys_RTX: Tensor) -> Tensor:
+        """scores_RHT, -inf where a row does not see."""
+        query_RHX, shared = self._query_RHX[: len(keys_RTX)], self._shared
+        if shared is None:
+            scores_RHT = torch.bmm(query_RHX, keys_RTX.transpose(1, 2))
+            return torch.add(self._bias_R1T, scores_RHT, alpha=self._scale, out=scores_RHT)
+        common, (rows, heads, width) = shared.columns, query_RHX.shape
+        scores_RHT = query_RHX.new_empty(rows, heads, keys_RTX.shape[1])
+        own_RHU = torch.bmm(query_RHX, keys_RTX[:, common:].transpose(1, 2))
+        torch.add(self._bias_R1T[..., common:], own_RHU, alpha=self._scale, out=scores_RHT[..., common:])
+        # All rows and heads that share are the rows of one matrix.
+        keys_GCX = keys_RTX[:: shared.rows, :common]
+        common_GNC = torch.bmm(query_RHX.view(-1, shared.rows * heads, width), keys_GCX.transpose(1, 2))
+        torch.mul(common_GNC.view(rows, heads, common), self._scale, out=scores_RHT[..., :common])
+        return scores_RHT
+
 
 class ByKernel:
     """The queries of a group stand as rows of one query matrix, so that keys are read once for all of them."""
 
-    def __init__(self, kv_heads: int, width: int) -> None:
+    def __init__(self, kv_heads: int, width: int, dtype: torch.dtype) -> None:
         self._heads = (kv_heads, width)
+        self._dtype = dtype
 
-    def prepare(self, position_R: Tensor, columns: int) -> None:
-        self._seen_R11T = torch.arange(columns, device=position_R.device) <= position_R[:, None, None, None]
+    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+        del shared  # the kernel reads every row's own
+        hidden_R11T = torch.arange(columns, device=position_R.device) > position_R[:, None, None, None]
+        bias_R11T = torch.zeros(hidden_R11T.shape, dtype=self._dtype, device=position_R.device)
+        self._bias_R11T = bias_R11T.masked_fill_(hidden_R11T, -torch.inf)
 
     def attend(self, q_RHD: Tensor, keys_RCX: Tensor, values_RCX: Tensor) -> Tensor:
-        rows, columns = len(self._seen_R11T), self._seen_R11T.shape[-1]
+        rows, columns = len(self._bias_R11T), self._bias_R11T.shape[-1]
         q_RKGD = q_RHD.reshape(rows, self._heads[0], -1, self._heads[1])
         keys_RKTD, values_RKTD = (
-            cache[:rows, :columns].unflatten(-1, self._heads).transpose(1, 2) for cache in (keys_RCX, values_RCX)
+            cache[:rows, :columns].view(rows, columns, *self._heads).transpose(1, 2) for cache in (keys_RCX, values_RCX)
         )
-        out_RKGD = F.scaled_dot_product_attention(q_RKGD, keys_RKTD, values_RKTD, attn_mask=self._seen_R11T)
+        out_RKGD = F.scaled_dot_product_attention(q_RKGD, keys_RKTD, values_RKTD, attn_mask=self._bias_R11T)
         return out_RKGD.reshape(rows, -1)

@@ -10,6 +10,7 @@ clock and no other thread decides, but for rows whose callers have left (`droppe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from pvg.records import Float32
 from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, Decoded, Job, Turn, finished_row
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import LeanCache, LeanDecoder
+from pvg.rollout.lean_attention import Shared
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -33,6 +35,8 @@ TURN_STEPS = 16
 # Columns come in steps of this: a slightly longer request is no reason for a new cache. One more makes them odd:
 # rows at a power of two from each other would fight over the same lines of the processor's caches.
 COLUMNS = 32
+# Reading so few columns fewer, of all rows together, is not worth the product more that it takes.
+FEW_COLUMNS = 512
 
 
 @dataclass(slots=True)
@@ -83,20 +87,32 @@ class _Slots:
 
 
 class LeanRows:
-    """At most `max_rows` rows at once. `turn` is for the compute thread; see `Rows` in pvg.rollout.decoding."""
+    """At most `max_rows` rows at once. `turn` is for the compute thread; see `Rows` in pvg.rollout.decoding.
+
+    `shared_attention`: while all slots hold rows of one prompt side by side, as many of each, a step reads the prompt's
+    part of the cache once for all of them. Every row has its own copy, so that it can go on without the others."""
 
     def __init__(
-        self, decoder: LeanDecoder, max_rows: int, *, continuous: bool, compaction: bool, shared_prefill: bool
+        self,
+        decoder: LeanDecoder,
+        max_rows: int,
+        *,
+        continuous: bool,
+        compaction: bool,
+        shared_prefill: bool,
+        shared_attention: bool,
     ) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
         self._continuous = continuous
         self._compaction = compaction
         self._shared_prefill = shared_prefill
+        self._shared_attention = shared_attention
         self._extent = 0
         self._slots = _Slots.empty(0, 0, 1)
         self._cache: LeanCache | None = None
-        self._settings: RowSettings | None = None  # of the extent; None: to be made anew
+        self._settings: RowSettings | None = None  # of the extent; None: to be made anew, as the next
+        self._shared: Shared | None = None
 
     @property
     def joins(self) -> bool:
@@ -210,15 +226,17 @@ class LeanRows:
         every_R = np.arange(extent)
         # A finished row has no number left to draw with; any will do.
         count_R = np.minimum(kept.count_R[:extent], kept.uniform_RC.shape[1] - 1)
+        if self._settings is None:
+            requests = [request for request in kept.requests[:extent] if request is not None]
+            self._settings = RowSettings.of([request.sampling for request in requests], device)
+            self._shared = _shared_columns(requests) if self._shared_attention else None
         logits_RV = self._decoder.step(
             torch.from_numpy(kept.token_R[:extent]).to(device),
             torch.from_numpy(kept.position_R[:extent]).to(device),
             self._cache,
             int(kept.position_R[rows_L].max()) + 1,
+            self._shared,
         )
-        if self._settings is None:
-            samplings = [request.sampling for request in kept.requests[:extent] if request is not None]
-            self._settings = RowSettings.of(samplings, device)
         uniform_R = torch.from_numpy(kept.uniform_RC[every_R, count_R]).to(device)
         tokens_R, logprobs_R = draw(logits_RV, self._settings, uniform_R)
         kept.token_R[:extent] = tokens_R.cpu().numpy()
@@ -263,3 +281,14 @@ class LeanRows:
         kept.requests[live : self._extent] = [None] * (self._extent - live)
         self._extent = live
         self._settings = None
+
+
+def _shared_columns(requests: Sequence[GenerationRequest]) -> Shared | None:
+    """What the rows of these slots have in common, if it is worth something: the largest number of rows by which all of
+    them stand in groups of one prompt, and the columns of the shortest (the last token of a prompt is an input)."""
+    prompts = [request.prompt_ids.tobytes() for request in requests]
+    changes = [row for row in range(1, len(prompts)) if prompts[row] != prompts[row - 1]]
+    rows = math.gcd(len(prompts), *changes)
+    columns = min(len(request.prompt_ids) for request in requests) - 1
+    spared = columns * (len(prompts) - len(prompts) // rows)
+    return Shared(rows, columns) if spared > FEW_COLUMNS else None

@@ -3,8 +3,8 @@
     numbers_NT = philox_numbers([7, 8], 48)    # row n: np.random.Generator(np.random.Philox(key=seeds[n])).random(48)
 
 A counter-based generator has no state to step: number t of a row is a function of the row's key and of t, so all rows
-are computed in the same few hundred array operations. At 256 rows they take a third of the time of a generator object for
-each, which are quicker for a dozen rows or fewer.
+are computed in the same few hundred array operations. At 256 rows they take a third of the time of a generator object
+for each; for a dozen rows or fewer those are quicker.
 
 Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the constants
 are those of Random123, and the order of the words that of numpy.random.Philox.

@@ -75,7 +75,8 @@ class _Batch:
 class TorchEngine(Engine):
     """Owns `model`. `max_rows` are decoded together, `max_in_flight` requests may wait or run at once.
 
-    `executor` is used for one thing at a time; one thread is enough. `compaction`, `shared_prefill`: see `decode`.
+    `executor` is used for one thing at a time; one thread is enough. `compaction`, `shared_prefill`: see `decode`;
+    `shared_attention`: see `LeanRows`.
     `lean`: by `LeanDecoder` if the model is of its kind, which an event tells; else, and without it, by the module.
     `continuous`: rows join while others run, where decoding is lean. `routed_experts`: completions carry those of their
     tokens, and decoding is by the module.
@@ -93,6 +94,7 @@ class TorchEngine(Engine):
         events: Events | None = None,
         compaction: bool = True,
         shared_prefill: bool = True,
+        shared_attention: bool = True,
         lean: bool = True,
         continuous: bool = True,
         routed_experts: bool = False,
@@ -107,6 +109,7 @@ class TorchEngine(Engine):
         self._executor = executor
         self._compaction = compaction
         self._shared = shared_prefill
+        self._shared_attention = shared_attention
         self._lean = lean
         self._continuous = continuous
         self._routed_experts = routed_experts
@@ -287,6 +290,7 @@ class TorchEngine(Engine):
                     continuous=self._continuous,
                     compaction=self._compaction,
                     shared_prefill=self._shared,
+                    shared_attention=self._shared_attention,
                 )
         self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
         return ModuleRows(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policies import SIZES, generate, prompts, requests, setting, teacher_forced, tiny_llama, tiny_model
+from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -27,6 +28,7 @@ from transformers import (
 from pvg.rollout import open_engine
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder, NotLeanError
+from pvg.rollout.lean_attention import ByKernel, ByProducts, Shared
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.sections import Rollouts
 from pvg.telemetry.events import Unheard
@@ -75,6 +77,59 @@ def varied(count: int = 24) -> list[GenerationRequest]:
     ]
 
 
+def grouped(groups: int = 6, size: int = 8, seed: int = 3) -> list[GenerationRequest]:
+    """Prompts of 20 to 30 tokens, as long ones are worth sharing; some rows stop early."""
+    shared = [prompt for prompt in prompts(groups, 20, 30, seed) for _ in range(size)]
+    return [
+        GenerationRequest(f"r{i}", prompt, Sampling(24, (1, 2) if i % 3 else ()), seed=500 + i)
+        for i, prompt in enumerate(shared)
+    ]
+
+
+class SharedSeen:
+    """What each step was told that its rows share."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shared: list[Shared | None] = []
+        prepare = ByProducts.prepare
+
+        def watched(self_: ByProducts, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+            self.shared.append(shared)
+            prepare(self_, position_R, columns, shared)
+
+        monkeypatch.setattr(ByProducts, "prepare", watched)
+
+
+@pytest.mark.parametrize("build", KINDS)
+def test_rows_of_one_prompt_read_it_once(build: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = build().eval()
+    wanted = grouped()
+    columns = min(len(request.prompt_ids) for request in wanted) - 1
+    seen = SharedSeen(monkeypatch)
+    fast = generate(wanted, model=tiny_model(module=module))
+    assert seen.shared[1] == Shared(8, columns)  # the first step is that of the comparison
+    assert seen.shared[-1] is None  # rows have left the groups
+    slow = generate(wanted, model=tiny_model(module=module), shared_attention=False)
+    for request, one, other in zip(wanted, slow, fast, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        reference = teacher_forced(module, request.prompt_ids, other.token_ids, request.sampling)
+        np.testing.assert_allclose(other.logprobs, reference, atol=1e-4)
+
+
+def test_groups_that_newcomers_break_up_share_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 44 rows hold five groups and a half: they stand in fours. Later others take the places of those who finished.
+    wanted = grouped(groups=9)
+    seen = SharedSeen(monkeypatch)
+    few = generate(wanted, max_rows=44)
+    assert seen.shared[1] is not None
+    assert seen.shared[1].rows == 4
+    assert None in seen.shared[2:]
+    for one, other in zip(few, generate(wanted, shared_attention=False), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("build", KINDS)
 def test_completions_are_those_of_the_module(build: Callable[[], PreTrainedModel]) -> None:
     torch.manual_seed(0)
@@ -102,13 +157,39 @@ def test_bfloat16_follows_its_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "switches", [{"compaction": False}, {"shared_prefill": False}, {"continuous": False}, {"max_rows": 5}]
+    "switches",
+    [
+        {"compaction": False},
+        {"shared_prefill": False},
+        {"shared_attention": False},
+        {"continuous": False},
+        {"max_rows": 5},
+    ],
 )
 def test_the_switches_change_no_completion(switches: dict[str, int]) -> None:
     fast = generate(varied())
     for one, other in zip(fast, generate(varied(), **switches), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_both_ways_of_attention_agree(heads: int, kv_heads: int) -> None:
+    rows, columns, width = 6, 11, 8
+    generator = torch.Generator().manual_seed(heads)
+    keys, values = torch.randn(2, rows, columns, kv_heads * width, generator=generator)
+    query = torch.randn(rows, heads, width, generator=generator)
+    keys[1::2, :4], values[1::2, :4] = keys[::2, :4], values[::2, :4]
+    position = torch.tensor([4, 9, 6, 4, 7, 8])
+    kernel = ByKernel(kv_heads, width, torch.float32)
+    products = ByProducts(rows, columns, heads, kv_heads, width)
+    for used in (rows, 4):  # twice: what a call leaves behind must not reach the next
+        for shared in (None, Shared(2, 4)):
+            found = []
+            for way in (kernel, products):
+                way.prepare(position[:used], 10, shared)
+                found.append(way.attend(query[:used], keys, values))
+            torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
 def gpt2() -> PreTrainedModel:
