@@ -59,9 +59,9 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class LeanCache:
-    """Keys and values [layers, 2, rows, columns, X], X = K heads x D, zero where nothing was written: what is masked is
-    still multiplied by 0, and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype.
-    `attention` works on a cache of this size."""
+    """Keys and values [layers, 2, rows, columns, K heads, D], zero where nothing was written: what is masked is still
+    multiplied by 0, and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype. `attention` knows
+    the order of the memory."""
 
     kv: Tensor
     cos_T1D: Tensor
@@ -113,14 +113,13 @@ class LeanDecoder:
         return self._embedding.device
 
     def new_cache(self, rows: int, columns: int) -> LeanCache:
-        shape = (len(self._layers), 2, rows, columns, self._kv_heads * self._width)
-        kv = _zeros(shape, self._embedding.dtype, self.device)
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
             ByProducts(rows, columns, self._heads, self._kv_heads, self._width)
             if self._products
-            else ByKernel(self._kv_heads, self._width, kv.dtype)
+            else ByKernel(rows, columns, self._kv_heads, self._width)
         )
+        kv = attention.buffer(lambda shape: _zeros(shape, self._embedding.dtype, self.device), len(self._layers))
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     @torch.inference_mode()
@@ -134,7 +133,7 @@ class LeanDecoder:
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_NHD, k_NKD, v_NKD = self._qkv(layer, x_NW, cos_N1D, sin_N1D)
             for buffer, new_NKD in zip(kv, (k_NKD, v_NKD), strict=True):
-                buffer[:, :L].index_copy_(0, rows_F, new_NKD.reshape(B, L, -1)[prompts_F])
+                buffer[:, :L].index_copy_(0, rows_F, new_NKD.reshape(B, L, *buffer.shape[2:])[prompts_F])
             k_BKLD, v_BKLD = (x.view(B, L, self._kv_heads, self._width).transpose(1, 2) for x in (k_NKD, v_NKD))
             out_BHLD = F.scaled_dot_product_attention(
                 q_NHD.view(B, L, self._heads, self._width).transpose(1, 2),
@@ -153,12 +152,11 @@ class LeanDecoder:
         `columns` is above every position whose logits are wanted; `shared` columns are filled, and before them all."""
         x_RW = F.embedding(token_R, self._embedding)
         cos_R1D, sin_R1D = cache.cos_T1D[position_R], cache.sin_T1D[position_R]
-        place_R = torch.arange(len(position_R), device=self.device) * cache.columns + position_R
         cache.attention.prepare(position_R, columns, shared)
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_RHD, k_RKD, v_RKD = self._qkv(layer, x_RW, cos_R1D, sin_R1D)
             for buffer, new_RKD in zip(kv, (k_RKD, v_RKD), strict=True):
-                buffer.view(-1, buffer.shape[-1]).index_copy_(0, place_R, new_RKD.flatten(1))
+                cache.attention.write(buffer, new_RKD)
             x_RW = self._rest(layer, x_RW, cache.attention.attend(q_RHD, kv[0], kv[1]))
         logits_RV: Tensor = F.linear(self._norm(x_RW, self._final_norm), self._head)
         return logits_RV

@@ -177,18 +177,22 @@ def test_the_switches_change_no_completion(switches: dict[str, int]) -> None:
 def test_both_ways_of_attention_agree(heads: int, kv_heads: int) -> None:
     rows, columns, width = 6, 11, 8
     generator = torch.Generator().manual_seed(heads)
-    keys, values = torch.randn(2, rows, columns, kv_heads * width, generator=generator)
     query = torch.randn(rows, heads, width, generator=generator)
-    keys[1::2, :4], values[1::2, :4] = keys[::2, :4], values[::2, :4]
+    kv = torch.randn(2, rows, columns, kv_heads, width, generator=generator)
+    kv[:, 1::2, :4] = kv[:, ::2, :4]
+    new = torch.randn(2, rows, kv_heads, width, generator=generator)
     position = torch.tensor([4, 9, 6, 4, 7, 8])
-    kernel = ByKernel(kv_heads, width, torch.float32)
-    products = ByProducts(rows, columns, heads, kv_heads, width)
+    ways = ByKernel(rows, columns, kv_heads, width), ByProducts(rows, columns, heads, kv_heads, width)
+    caches = [way.buffer(torch.zeros, 1)[0].copy_(kv) for way in ways]
     for used in (rows, 4):  # twice: what a call leaves behind must not reach the next
         for shared in (None, Shared(2, 4)):
             found = []
-            for way in (kernel, products):
+            for way, cache in zip(ways, caches, strict=True):
                 way.prepare(position[:used], 10, shared)
-                found.append(way.attend(query[:used], keys, values))
+                for buffer, token in zip(cache, new, strict=True):
+                    way.write(buffer, token[:used])
+                found.append(way.attend(query[:used], cache[0], cache[1]))
+            assert torch.equal(caches[0], caches[1])
             torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
