@@ -133,7 +133,9 @@ class LeanDecoder:
         for layer, kv in zip(self._layers, cache.kv, strict=True):
             q_NHD, k_NKD, v_NKD = self._qkv(layer, x_NW, cos_N1D, sin_N1D)
             for buffer, new_NKD in zip(kv, (k_NKD, v_NKD), strict=True):
-                buffer[:, :L].index_copy_(0, rows_F, new_NKD.reshape(B, L, *buffer.shape[2:])[prompts_F])
+                buffer[:, :L].index_copy_(
+                    0, rows_F, new_NKD.reshape(B, L, *buffer.shape[2:]).index_select(0, prompts_F)
+                )
             k_BKLD, v_BKLD = (x.view(B, L, self._kv_heads, self._width).transpose(1, 2) for x in (k_NKD, v_NKD))
             out_BHLD = F.scaled_dot_product_attention(
                 q_NHD.view(B, L, self._heads, self._width).transpose(1, 2),
