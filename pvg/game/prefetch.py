@@ -1,8 +1,8 @@
 """`Prefetcher`: the prover's groups, sampled, graded and scored ahead of its trainer (`rollout.prefetch`).
 
-Where servers compute the scores (`verifier.engine = "vllm"`), what comes is scored at once. In this process scores wait
-for the batch, as rewards and credit do: the trainer's thread computes them, and does so best all together. Either way
-they are true, for the verifier is frozen while the prover learns.
+Where servers compute the scores (`verifier.engine = "vllm"`), what comes is scored at once. In this process it is the
+trainer's thread that computes them: there they wait for the batch, as rewards and credit do, unless the trainer has
+nothing else to do. Either way they are true, for the verifier is frozen while the prover learns.
 
 Groups are numbered in the order of the synchronous game's batches, and their rollouts have its ids. A rollout's `step`
 and `group` are those of the batch that it is trained in. The numbers begun are part of a commit: a resumed run goes on
@@ -66,11 +66,11 @@ class Prefetcher:
             await self._scorer.drop()
 
     async def _sample(self, number: int, gate: Gate) -> Group:
-        """Group `number` of the phase, with scores where servers compute them."""
+        """Group `number` of the phase, scored where that holds up nobody."""
         batch, place = divmod(number, self._experiment.training.groups)
         order = self._order(batch, place)
         (group,) = await self._orders.sample([order], batch, gate)
-        if self._experiment.verifier.engine == "torch":
+        if self._experiment.verifier.engine == "torch" and not self._open.starved:
             return group
         with span("score"):
             scores_N = await self._scorer.score(group.rollouts)

@@ -92,6 +92,7 @@ class Pipeline:
         self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
+        self._starved = False
         self._room = asyncio.Event()
         self._came = asyncio.Event()
 
@@ -102,6 +103,11 @@ class Pipeline:
     @property
     def in_flight(self) -> int:
         return len(self._running)
+
+    @property
+    def starved(self) -> bool:
+        """Whether the trainer is waiting for groups."""
+        return self._starved
 
     @property
     def lost(self) -> Lost:
@@ -125,7 +131,11 @@ class Pipeline:
             if taken is not None:
                 return taken
             self._came.clear()
-            await self._came.wait()
+            self._starved = True
+            try:
+                await self._came.wait()
+            finally:
+                self._starved = False
 
     def published(self, version: int) -> None:
         """From here on the trainer has `version`. What cannot be within the budget any more is given up."""
