@@ -102,6 +102,10 @@ class Rollouts(Section):
     group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
     # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
     min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
+    partial: bool = False  # true: the deadline is a batch's; groups that are not complete then go on in the next batch,
+    # under the next version, from where they were cut, and rollouts of complete groups are what min_group counts
+    partial_versions: Count = 4  # by which a group's oldest token may be behind the policy that still samples for it;
+    # older ones are used with what is finished, and the rest is given up
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
     compaction: bool = True  # finished rows leave their batch; false: they stay until it ends

@@ -27,6 +27,8 @@ from pvg.game.statistics import (
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.deadlines import training_deadline
+from pvg.rollout.dispatcher import Call, GroupOrder
+from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
@@ -38,7 +40,8 @@ from pvg.verifier.scorer import VerifierScorer
 @dataclass
 class OnPolicySource:
     """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
-    of what `tracker` has learnt from the batches before, and with a deadline of what arrived in time.
+    of what `tracker` has learnt from the batches before, and with a deadline of what arrived in time; with `partial`
+    also of what was left unfinished by the batches before.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for
     `rollout.logprobs = "recomputed"`.
@@ -52,10 +55,12 @@ class OnPolicySource:
     batches_done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     tracker: ValueTracker | None = field(init=False)
+    partial: PartialSampling | None = field(init=False)
 
     def __post_init__(self) -> None:
         training = self.session.experiment.training
         self.tracker = ValueTracker(training.spo_half_life) if training.loss == "spo" else None
+        self.partial = partial_sampling(self.session.experiment, self.session.players.dispatcher)
 
     async def next_batch(self) -> PolicyBatch:
         session, started, number = self.session, time.perf_counter(), self.batches_done
@@ -83,6 +88,7 @@ class OnPolicySource:
                 "reward_mean": float(rewards_N.mean()),
                 **credit_metrics,
                 **cut_metrics(groups),
+                **({} if self.partial is None else self.partial.metrics),
                 **sampling_metrics(rollouts, engine.stats.since(engine_before), sampled_s),
                 **staleness_metrics(rollouts, engine.version),
                 **cache_metrics(scorer_before, scorer.stats, len(rollouts)),
@@ -90,6 +96,25 @@ class OnPolicySource:
         return batch
 
     async def _sample(self, number: int) -> list[Group]:
+        session = self.session
+        if self.partial is not None:
+            groups = await self.partial.sample(self._plan, step=number)
+        else:
+            orders, call = self._plan(number)
+            groups = await session.players.dispatcher.sample(
+                orders,
+                round_=call.round,
+                source=call.source,
+                step=call.step,
+                seed=call.seed,
+                prefix=call.prefix,
+                deadline=training_deadline(session.experiment),
+            )
+        session.tell_rollouts(groups, number)
+        return groups
+
+    def _plan(self, number: int) -> tuple[list[GroupOrder], Call]:
+        """What batch `number` orders."""
         session, round_ = self.session, self.session.state.round
         training, game = session.experiment.training, session.experiment.game
         roles = assign_roles(
@@ -100,17 +125,13 @@ class OnPolicySource:
             session.order(problem, role, group, size)
             for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
         ]
-        groups = await session.players.dispatcher.sample(
-            orders,
-            round_=round_,
-            source=source_of_round(round_),
+        return orders, Call(
+            round_,
+            source_of_round(round_),
             step=number,
             seed=seed_for(session.seed, round_, "train_prover", number),
             prefix=f"{round_:03d}/train_prover/{number:05d}",
-            deadline=training_deadline(session.experiment),
         )
-        session.tell_rollouts(groups, number)
-        return groups
 
     def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
         """One problem for each of `roles`: the next ones of the endless shuffle, or drawn by how uncertain they are."""

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pvg.errors import ConfigurationError
 from pvg.records import Group, Int32, Problem, Role, Rollout
 from pvg.rollout.deadlines import Deadline, Watch
-from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Begun, Completion, Engine, GenerationRequest, Sampling
 from pvg.telemetry.spans import span
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class GroupOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """What the rollouts of one call of `sample` have in common."""
 
     round: int
@@ -46,6 +46,9 @@ class _Call:
     step: int
     seed: int
     prefix: str
+
+    def rollout_id(self, order: GroupOrder, index: int) -> str:
+        return f"{self.prefix}/{order.group:05d}/{index:02d}"
 
 
 @dataclass(slots=True)
@@ -95,11 +98,11 @@ class Dispatcher:
                 f"rollout.concurrency is {concurrency}, but the engine takes {engine.max_in_flight} requests at once.",
                 "Lower rollout.concurrency, or open the engine with a larger max_in_flight.",
             )
-        self._engine = engine
+        self.engine = engine
+        self.concurrency = concurrency
         self._task = task
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._concurrency = concurrency
 
     async def sample(
         self,
@@ -121,8 +124,8 @@ class Dispatcher:
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
-        call = _Call(round_, source, step, seed, prefix)
-        semaphore = asyncio.Semaphore(self._concurrency)  # first come, first served
+        call = Call(round_, source, step, seed, prefix)
+        semaphore = asyncio.Semaphore(self.concurrency)  # first come, first served
         finished = 0
 
         async def one(gathering: _Gathering, index: int) -> Rollout:
@@ -130,7 +133,9 @@ class Dispatcher:
             async with semaphore:
                 if gathering.watch is not None:
                     gathering.watch.begin()
-                rollout = await self._rollout(gathering, index, call)
+                # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
+                tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
+                rollout = await self.rollout(gathering.order, index, call, tell=tell)
             finished += 1
             gathering.finishes.append(time.perf_counter())
             if on_done is not None:
@@ -141,20 +146,27 @@ class Dispatcher:
         try:
             for gathering in gatherings:
                 gathering.start([one(gathering, index) for index in range(gathering.order.size)])
-            await _all_or_none([task for gathering in gatherings for task in gathering.tasks])
+            await all_or_none([task for gathering in gatherings for task in gathering.tasks])
         finally:
             for gathering in gatherings:
                 gathering.stop()
         return [gathering.result() for gathering in gatherings]
 
-    async def _rollout(self, gathering: _Gathering, index: int, call: _Call) -> Rollout:
-        order = gathering.order
-        rollout_id = f"{call.prefix}/{order.group:05d}/{index:02d}"
+    async def rollout(
+        self,
+        order: GroupOrder,
+        index: int,
+        call: Call,
+        *,
+        tell: Callable[[int], None] | None = None,
+        begun: Begun | None = None,
+    ) -> Rollout:
+        """Rollout `index` of `order`, graded; one that was cut short goes on from what it had `begun`. Raises CutShort
+        where the engine is told to cut it (`Call.rollout_id` is the request's id)."""
+        rollout_id = call.rollout_id(order, index)
         seed = request_seed(call.seed, order.group, index)
-        # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
-        tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
-        request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell)
-        completion = await self._engine.generate(request)
+        request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell, begun=begun)
+        completion = await self.engine.generate(request)
         with span("grade"):
             text = self._tokenizer.decode(_without_stop(completion))
             grade = self._task.grade(order.problem, text)
@@ -201,7 +213,7 @@ def _gatherings(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list
     return [_Gathering(order, watch) for order in orders]
 
 
-async def _all_or_none(tasks: Sequence[asyncio.Task[Rollout]]) -> None:
+async def all_or_none(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Wait for all. On the first failure, or when cancelled, nothing is left running behind."""
     if not tasks:
         return

@@ -1,19 +1,19 @@
 """`HeavyTailedEngine`: completions whose lengths have a heavy tail, as long answers and tools that hang make them.
 
 It computes nothing and waits for as long as a server would sample, in a shorter time: what is measured is who waits for
-whom. The same rollout of the same batch takes equally long in every variant.
+whom. The same rollout of the same group takes equally long in every variant; one that is continued takes the time that
+its remaining tokens take.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.records import Timing, VersionSpan
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
+from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest
 from pvg.weights import SyncTiming, WeightUpdate
 
 
@@ -25,16 +25,17 @@ def drawn_lengths(count: int, median: float, sigma: float, longest: int, seed: i
 
 
 class HeavyTailedEngine(Engine):
-    """Each request gets `tokens_per_s`, however many there are. `lengths_N` are the tokens of the current batch's
-    rollouts, in the order of its groups; `group_size` tells which is which."""
+    """Each request gets `tokens_per_s`, however many there are. `lengths_N` are the tokens of the rollouts in the order
+    of their groups' numbers, `group_size` for each, and then from the beginning again."""
 
-    def __init__(self, tokens_per_s: float, group_size: int, max_in_flight: int) -> None:
-        self.lengths_N: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    def __init__(self, lengths_N: NDArray[np.int64], tokens_per_s: float, group_size: int, max_in_flight: int) -> None:
+        self._lengths_N = lengths_N
         self._tokens_per_s = tokens_per_s
         self._group_size = group_size
         self._max_in_flight = max_in_flight
         self._version = 0
         self._stats = EngineStats()
+        self._running: dict[str, asyncio.Future[bool]] = {}  # whether it has ended by itself
 
     @property
     def version(self) -> int:
@@ -49,27 +50,47 @@ class HeavyTailedEngine(Engine):
         return self._max_in_flight
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        _, group, index = request.id.rsplit("/", 2)
-        length = int(self.lengths_N[int(group) * self._group_size + int(index)])
-        started = time.perf_counter()
+        loop, length = asyncio.get_running_loop(), self._length(request)
+        started = loop.time()
+        end = self._running[request.id] = loop.create_future()
+        timer = loop.call_later((length - request.tokens_begun) / self._tokens_per_s, _resolve, end, True)
         try:
-            await asyncio.sleep(length / self._tokens_per_s)
+            whole = await end
         except asyncio.CancelledError:
             if request.on_tokens is not None:
-                request.on_tokens(min(length, int((time.perf_counter() - started) * self._tokens_per_s)))
+                request.on_tokens(self._tokens(request, loop.time() - started))
             raise
-        token_ids = np.full(length, int(request.prompt_ids[-1]), dtype=np.int32)
-        return Completion(
-            request_id=request.id,
-            token_ids=token_ids,
-            logprobs=np.full(length, -1.0, dtype=np.float32),
-            spans=(VersionSpan(0, self._version),),
-            finish_reason="length",
-            timing=Timing(queued_s=0.0, service_s=time.perf_counter() - started),
-        )
+        finally:
+            timer.cancel()
+            del self._running[request.id]
+        seconds = loop.time() - started
+        tokens = length if whole else self._tokens(request, seconds)
+        ids, logprobs = np.full(tokens, int(request.prompt_ids[-1]), np.int32), np.full(tokens, -1.0, np.float32)
+        spans, timing = request.spans(tokens, self._version), request.timing(0.0, seconds)
+        if not whole:
+            raise CutShort(Begun(ids, logprobs, spans, timing) if tokens else None)
+        return Completion(request.id, ids, logprobs, spans, "length", timing)
+
+    def cut(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            if end := self._running.get(request_id):
+                _resolve(end, False)
+
+    def _length(self, request: GenerationRequest) -> int:
+        _, group, index = request.id.rsplit("/", 2)
+        return int(self._lengths_N[(int(group) * self._group_size + int(index)) % len(self._lengths_N)])
+
+    def _tokens(self, request: GenerationRequest, seconds: float) -> int:
+        """Of its completion after so long; the last one would be its end."""
+        return min(self._length(request) - 1, request.tokens_begun + int(seconds * self._tokens_per_s))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         self._version = update.version
         return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
 
     async def close(self) -> None: ...
+
+
+def _resolve(end: asyncio.Future[bool], whole: bool) -> None:
+    if not end.done():
+        end.set_result(whole)
