@@ -17,21 +17,19 @@ from pvg.store.state import FileStateStore
 
 # Fewer rows than requests and turns of one step: some groups are complete while others have not begun. The deadline has
 # always passed, so what is cut is up to min_group, on every machine.
+SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "evaluation.problems": 2}
 PARTIAL = {
+    **SHORT,
     "rollout.partial": True,
     "rollout.group_deadline_s": 1e-6,
     "rollout.min_group": 8,
     "rollout.partial_versions": 3,
     "rollout.max_rows": 8,
     "training.groups": 6,
-    "game.mint_problems": 12,
-    "game.mint_samples": 2,
-    "verifier.steps": 2,
-    "evaluation.problems": 2,
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def turns_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the event loop hears of a finished row before the next step."""
     monkeypatch.setattr("pvg.rollout.lean_rows.TURN_STEPS", 1)
@@ -51,6 +49,7 @@ def told_lost(run: RunDirectory) -> list[int]:
     return [int(line.split("rollouts=")[1].split()[0]) for line in lines]
 
 
+@pytest.mark.usefixtures("turns_of_one_step")
 @pytest.mark.parametrize(
     "settings",
     [{"training.loss": "dapo", "training.minibatches": 2, "training.steps": 12}, {**SPO, "training.groups": 24}],
@@ -88,6 +87,7 @@ def test_unfinished_groups_go_on_and_every_rollout_is_accounted_for(settings: di
     assert set(members.values()) <= {size, *range(2, size)}
 
 
+@pytest.mark.usefixtures("turns_of_one_step")
 def test_a_stopped_run_says_what_it_has_lost_and_uses_no_id_twice(tmp_path: Path) -> None:
     experiment = changed(PARTIAL)
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 4))
@@ -108,9 +108,11 @@ def test_a_stopped_run_says_what_it_has_lost_and_uses_no_id_twice(tmp_path: Path
 
 
 def test_without_a_cut_the_game_is_the_one_without_partial_rollouts(tmp_path: Path) -> None:
-    _, plain = played(changed({}), tmp_path / "plain")
-    _, partial = played(changed({"rollout.partial": True, "rollout.group_deadline_s": 1e6}), tmp_path / "partial")
-    assert [step["rollouts"] for step in prover_steps(partial)] == [16.0] * 7
+    settings = {**SHORT, "training.steps": 3}
+    _, plain = played(changed(settings), tmp_path / "plain")
+    settings |= {"rollout.partial": True, "rollout.group_deadline_s": 1e6}
+    _, partial = played(changed(settings), tmp_path / "partial")
+    assert [step["rollouts"] for step in prover_steps(partial)] == [16.0] * 3
     assert weights_of(plain) == weights_of(partial)
 
 
