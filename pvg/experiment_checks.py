@@ -142,11 +142,6 @@ def _impossible_partial(experiment: Experiment) -> list[str]:
             "rollout.partial = true continues what a deadline has cut, and there is none; set "
             "rollout.group_deadline_s, or rollout.partial to false"
         )
-    if rollout.engine == "vllm":
-        found.append(
-            "rollout.partial = true needs the version of every token of a request that is cut, and vLLM tells versions "
-            "at the end only; set rollout.engine to 'torch', or rollout.partial to false"
-        )
     if rollout.logprobs == "recomputed":
         found.append(
             "rollout.partial = true continues under other weights than a rollout began with, and rollout.logprobs = "

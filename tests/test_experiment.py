@@ -284,10 +284,6 @@ IMPOSSIBLE = [
         "rollout.partial = true continues under other weights",
     ),
     (
-        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.engine=vllm"],
-        "rollout.partial = true needs the version of every token",
-    ),
-    (
         ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.min_group=257"],
         "rollout.min_group = 257 is more than the 256 rollouts",
     ),

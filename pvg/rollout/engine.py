@@ -1,8 +1,9 @@
 """The `Engine` protocol: token ids in, token ids out. Nothing here decodes or encodes text, or imports torch.
 
 Invariants: the log-probs of a completion are those of exactly the distribution its tokens were sampled from; the random
-number of a token depends on its request's seed and on its position alone: neither on the requests that happen to share
-a batch with it, nor on whether the completion was cut short and continued on the way.
+numbers of a request depend on its own seed alone, never on the requests it happens to share a batch with. (In the torch
+engine each is that of a position, so that a completion which was cut short and continued under the same weights is the
+one that was never cut. A server draws anew from where it was cut: the same only in distribution.)
 """
 
 from __future__ import annotations

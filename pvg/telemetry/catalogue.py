@@ -206,7 +206,7 @@ def _prover() -> list[Metric]:
             "tokens_lost",
             "tokens",
             LOWER,
-            "Tokens sampled for them, as far as the engine tells: vLLM does, torch with rollout.partial only.",
+            "Tokens sampled for them, as far as the engine tells: torch does with rollout.partial only.",
         ),
         *_in(
             PROVER,

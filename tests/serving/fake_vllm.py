@@ -55,6 +55,7 @@ class FakeOptions:
     logprobs_mode: str = "processed_logprobs"
     protocol: int = 1
     keeps_cache: bool = False  # across updates, so that only the salts of the client part the versions
+    aborts: bool = True  # whether requests can be aborted
 
 
 class FakeVllm:
@@ -68,6 +69,7 @@ class FakeVllm:
         self.finished: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.live: dict[str, Sampled] = {}  # by vLLM's own request id
         self.running = 0
         self.peak = 0
         self.stale_hits = 0  # blocks of the prefix cache that other weights had computed than used them
@@ -194,6 +196,7 @@ class FakeVllm:
             "/weight_info": lambda: {"weight_version": self.label},
             "/weight_checker": lambda: {"checksums": self.checksums()},
             "/fake/stats": self.stats,
+            "/inference/v1/abort_requests": lambda: self._abort(body["request_ids"]),
         }
         return web.json_response(answers.get(request.path, dict)())
 
@@ -211,6 +214,14 @@ class FakeVllm:
             },
             **{"label": self.label, "paused": not self._resumed.is_set(), "world_size": 1},
         }
+
+    def _abort(self, names: list[str]) -> None:
+        """Those that run end with what they have; ids that nobody knows are no error."""
+        if not self.options.aborts:
+            raise Refusal(404, "404", "Not Found")
+        for name in names:
+            if (made := self.live.get(name)) and made.finish_reason is None:
+                made.finish_reason = "abort"
 
     def checksums(self) -> dict[str, str]:
         tensors = self.weights.tensors if self.weights else {}
@@ -300,6 +311,7 @@ class FakeVllm:
 
     async def _answered(self, request: web.Request, body: dict[str, Any], name: str) -> web.StreamResponse:
         made, usage = Sampled(), self._usage(body)
+        self.live[f"generate-tokens-{name}"] = made
         if not body.get("stream"):
             scores = None
             async for _ in self._tokens(body, made):
@@ -309,7 +321,8 @@ class FakeVllm:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for count in self._tokens(body, made):
-            event = {"request_id": name, "choices": [made.choice(count - 1, made.finish_reason)]}
+            first = count - (made.finish_reason != "abort")  # an abort brings no new token
+            event = {"request_id": name, "choices": [made.choice(first, made.finish_reason)]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         if (body.get("stream_options") or {}).get("include_usage"):
             last = {"request_id": name, "choices": [], "usage": usage(made)}
@@ -329,6 +342,9 @@ class FakeVllm:
                 await asyncio.sleep(self.options.token_ms / 1e3)
                 await self._thawed.wait()
                 await self._resumed.wait()
+                if made.finish_reason is not None:
+                    yield len(made.ids)
+                    return
                 fingerprint = self.fingerprint(body.get("model"))
                 made.add(*sampled(fingerprint, prompt, seed, len(made.ids), stop_ids), self.label)
                 if made.ids[-1] in stop_ids:
