@@ -120,8 +120,8 @@ class _Cut:
 
 
 class PartialSampling:
-    """Batches of at most `groups` groups of `size` in the engine at once. `whole`: groups are handed over whole; else
-    each rollout by itself. See the module.
+    """Keeps `groups` groups of `size` in the engine; where carried rollouts are no whole number of groups, the last one
+    makes it somewhat more. `whole`: groups are handed over whole; else each rollout by itself. See the module.
 
     `metrics` are those of the newest batch.
     """
@@ -174,7 +174,7 @@ class PartialSampling:
     def _new(self, plan: Plan, step: int, there: int) -> list[_Unit]:
         """The next orders, beside `there` rollouts that are carried."""
         first = self._ordered
-        self._ordered += (self._groups * self._size - there) // self._size
+        self._ordered += max(0, -(-(self._groups * self._size - there) // self._size))
         batches = {number: plan(number) for number in _batches(first, self._ordered, self._groups)}
         units = []
         for number in range(first, self._ordered):
