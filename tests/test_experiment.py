@@ -278,6 +278,19 @@ IMPOSSIBLE = [
         ["rollout.group_deadline_s=9", "training.loss=spo", "training.minibatches=4"],
         "training.minibatches = 4 does not fit the 2 rollouts",
     ),
+    (["rollout.partial=true"], "rollout.partial = true continues what a deadline has cut, and there is none"),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.logprobs=recomputed"],
+        "rollout.partial = true continues under other weights",
+    ),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.min_group=257"],
+        "rollout.min_group = 257 is more than the 256 rollouts",
+    ),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "training.minibatches=4"],
+        "training.minibatches = 4 does not fit the 2 rollouts",
+    ),
 ]
 
 # The nearest setting that does work, for each of them: the rule must not refuse more than it says.
@@ -302,6 +315,8 @@ POSSIBLE = [
     ["rollout.group_deadline_s=9", "rollout.min_group=8"],
     ["rollout.group_deadline_s=9", "training.minibatches=64"],
     ["rollout.group_deadline_s=9", "rollout.min_group=256", "training.loss=spo"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=256", "rollout.partial=true"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=1", "rollout.partial=true"],
 ]
 
 
@@ -401,6 +416,7 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
         ({"game": {"reward": "cgc"}, "training": {"spo_half_life": 9.0}}, "training.spo_half_life"),
         ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
+        ({"game": {"reward": "cgc"}, "rollout": {"partial_versions": 2}}, "rollout.partial_versions"),
         ({"game": {"reward": "cgc"}, "verifier": {"solutions_per_problem": 6}}, "verifier.solutions_per_problem"),
     ],
 )
