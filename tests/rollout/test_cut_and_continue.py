@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_continuous_batching import StepGate
 from test_torch_engine import Gate, turns
 from tiny_policies import generate, prompts, requests, teacher_forced, tiny_llama, tiny_model, with_engine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_experts import tiny_experts
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Timing, VersionSpan
@@ -105,6 +110,63 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
         assert (await engine.generate(third)).spans == (VersionSpan(0, 0), VersionSpan(5, 1))
 
     with_engine(use, model=model, lean=lean, max_rows=5)
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["shared", "alone"])
+def test_what_is_continued_keeps_the_experts_it_was_sampled_with(saved: bool) -> None:
+    # Prompts of one token among them: then nothing but what the request begins with is prefilled.
+    wanted = requests(prompts(16), LONG)
+
+    def sampled(asked: Sequence[GenerationRequest]) -> list[Completion]:
+        model = tiny_model(module=tiny_experts())
+        return generate(asked, model=model, compaction=saved, shared_prefill=saved, routed_experts=True)
+
+    def experts_of(completion: Completion) -> np.ndarray:
+        assert completion.routed_experts is not None
+        return completion.routed_experts
+
+    whole = sampled(wanted)
+    ends = [len(completion.token_ids) // 2 for completion in whole]
+    assert sum(end > 0 for end in ends) > 8
+    for marked in (False, True):
+        again = []
+        for request, completion, end in zip(wanted, whole, ends, strict=True):
+            known = experts_of(completion)[: len(request.prompt_ids) + end - 1]
+            begun = replace(begun_of(completion, end), routed_experts=np.full_like(known, 9) if marked else known)
+            again.append(replace(request, begun=begun) if end else request)
+        found = sampled(again)
+        same(found, whole)
+        for request, completion, other, end in zip(wanted, found, whole, ends, strict=True):
+            expected = experts_of(other).copy()
+            if marked and end:
+                expected[: len(request.prompt_ids) + end - 1] = 9  # never those that the model chooses now
+            np.testing.assert_array_equal(experts_of(completion), expected)
+
+
+def test_a_cut_hands_back_the_experts_too() -> None:
+    model = tiny_model(module=tiny_experts())
+    (request,) = requests(prompts(1, shortest=3), Sampling(12, ()))
+    gate = Gate(model.module, step=5)
+
+    async def use(engine: TorchEngine) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await gate.reached()
+        engine.cut([request.id])
+        await turns()
+        gate.open()
+        with pytest.raises(CutShort) as short:
+            await task
+        begun = short.value.begun
+        assert begun is not None
+        assert begun.routed_experts is not None
+        assert len(begun.routed_experts) == len(request.prompt_ids) + len(begun.token_ids) - 1
+        completion = await engine.generate(replace(request, begun=begun))
+        assert completion.routed_experts is not None
+        assert len(completion.routed_experts) == len(request.prompt_ids) + 12 - 1
+        with pytest.raises(ConfigurationError, match="no unfinished completion"):
+            check_request(replace(request, begun=replace(begun, routed_experts=begun.routed_experts[1:])))
+
+    with_engine(use, model=model, lean=False, routed_experts=True)
 
 
 def test_a_completion_cut_twice_under_one_version_has_one_span_of_it() -> None:

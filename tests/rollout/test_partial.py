@@ -16,9 +16,9 @@ from virtual_time import run_in_virtual_time
 
 from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine
 from pvg.errors import StateError
-from pvg.records import Group, Problem, Role, VersionSpan
+from pvg.records import Grade, Group, Problem, Role, VersionSpan
 from pvg.rollout.deadlines import Deadline
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import BEGUN_AT_A_TIME, Call, Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.partial import PartialSampling
 from pvg.weights import WeightUpdate
@@ -120,6 +120,58 @@ def test_where_no_mean_is_taken_each_rollout_comes_by_itself() -> None:
     assert names(second)[0] == ["b0/00000/01"]
     assert names(second)[1:] == [["b1/00002/00"], ["b1/00002/01"], ["b1/00003/00"], ["b1/00003/01"]]
     assert second[0].rollouts[0].spans == (VersionSpan(0, 0), VersionSpan(3, 1))
+
+
+def test_a_rollout_that_is_graded_has_left_its_place_to_the_next() -> None:
+    # One place, and grading takes 10 s: the second rollout is sampled meanwhile, and so is graded 1 s later.
+    game = Game([1, 1], groups=1, size=2, seconds=100, concurrency=1)
+    grade = game.dispatcher._grader.grade
+
+    async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
+        await asyncio.sleep(10)
+        return await grade(problem, completion)
+
+    async def work() -> None:
+        game.dispatcher._grader.grade = slowly  # type: ignore[method-assign]
+        (group,) = await game.next()
+        assert (asyncio.get_running_loop().time(), len(group.rollouts)) == (12.0, 2)
+
+    run_in_virtual_time(work())
+
+
+def test_what_is_being_graded_when_the_time_is_up_is_whole() -> None:
+    # Sampled after 1 s and 2 s; grading takes 10 s. At 2.5 s nothing is complete: the cut waits for the first group.
+    game = Game([1, 2, 1, 99], groups=2, size=2, seconds=2.5, least=2)
+    grade = game.dispatcher._grader.grade
+
+    async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
+        await asyncio.sleep(10)
+        return await grade(problem, completion)
+
+    async def work() -> None:
+        game.dispatcher._grader.grade = slowly  # type: ignore[method-assign]
+        (group,) = await game.next()
+        assert (asyncio.get_running_loop().time(), names([group])) == (12.0, [["b0/00000/00", "b0/00000/01"]])
+        assert game.partial.carried == 2
+        assert sum(unit.tokens_begun for unit in game.partial._carried) == 12
+
+    run_in_virtual_time(work())
+
+
+def test_many_rollouts_begin_over_several_turns_of_the_loop() -> None:
+    game = Game([1], groups=300, size=2, seconds=100)
+
+    async def work() -> None:
+        sampling = asyncio.create_task(game.partial.sample(game.plan, 0))
+        seen = []
+        for _ in range(8):
+            await asyncio.sleep(0)
+            seen.append(len(game.engine._running))
+        assert 0 < next(count for count in seen if count) <= BEGUN_AT_A_TIME + 2
+        assert seen[-1] == 600
+        assert len(await sampling) == 300
+
+    run_in_virtual_time(work())
 
 
 def test_a_group_that_grows_too_old_is_used_with_what_is_finished_or_given_up() -> None:
