@@ -123,24 +123,62 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
             "training.spo_prioritised needs rewards between 0 and 1; set game.reward to 'correctness' and "
             "training.overlong_buffer to 0, or training.spo_prioritised to false"
         )
+    found += _impossible_partial(experiment)
     if rollout.group_deadline_s is None:
         return found
-    whole = training.groups * rollout.group_size if training.loss == "spo" else rollout.group_size
+    of_batch = training.loss == "spo" or rollout.partial
+    whole = _rollouts_of_deadline(experiment)
     if rollout.min_group > whole:
         found.append(
             f"rollout.min_group = {rollout.min_group} is more than the {whole} rollouts that rollout.group_deadline_s "
             f"is for; set it to at most {whole}"
         )
-    if rollout.min_group == 1 and training.loss in GROUP_NORMALISED_LOSSES:
+    if rollout.min_group == 1 and training.loss in GROUP_NORMALISED_LOSSES and not rollout.partial:
         found.append(
             f"rollout.min_group = 1 may leave {training.loss} a group of one, which teaches nothing; set it to 2 or "
             "more"
         )
-    least = rollout.min_group if training.loss == "spo" else training.groups * rollout.min_group
+    least = rollout.min_group if of_batch else training.groups * rollout.min_group
     if least < training.minibatches:
         found.append(
             f"training.minibatches = {training.minibatches} does not fit the {least} rollouts that may be left at "
             "rollout.group_deadline_s; lower it, or raise rollout.min_group"
+        )
+    return found
+
+
+def _rollouts_of_deadline(experiment: Experiment) -> int:
+    """How many rollouts rollout.min_group is a part of: a group's, or a batch's."""
+    training, rollout = experiment.training, experiment.rollout
+    groups = training.groups if training.loss == "spo" or rollout.partial else 1
+    return groups * rollout.group_size
+
+
+def _impossible_partial(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of rollouts that are continued under the next version."""
+    rollout = experiment.rollout
+    found: list[str] = []
+    if not rollout.partial:
+        return found
+    if rollout.prefetch:
+        found.append(
+            f"rollout.partial = true cuts what is in flight when a batch ends, and with rollout.prefetch = "
+            f"{rollout.prefetch} it goes on under new versions anyway; set rollout.partial to false"
+        )
+    if rollout.routed_experts and rollout.engine == "vllm":
+        found.append(
+            "rollout.partial = true needs the experts of the tokens that a rollout was cut after, and vLLM tells "
+            "rollout.routed_experts of whole completions only; set one of them to false"
+        )
+    if rollout.group_deadline_s is None:
+        found.append(
+            "rollout.partial = true continues what a deadline has cut, and there is none; set "
+            "rollout.group_deadline_s, or rollout.partial to false"
+        )
+    if rollout.logprobs == "recomputed":
+        found.append(
+            "rollout.partial = true continues under other weights than a rollout began with, and rollout.logprobs = "
+            "'recomputed' knows only the newest; set it to 'sampled', or rollout.partial to false"
         )
     return found
 
@@ -273,8 +311,11 @@ def oddities(experiment: Experiment) -> list[str]:
     found += _idle_servers(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
-    if rollout.group_deadline_s is not None and training.loss != "spo" and rollout.min_group == rollout.group_size:
-        found.append("rollout.group_deadline_s has no effect: rollout.min_group is the whole group")
+    if rollout.group_deadline_s is not None and rollout.min_group == _rollouts_of_deadline(experiment):
+        whole = "batch" if training.loss == "spo" or rollout.partial else "group"
+        found.append(f"rollout.group_deadline_s has no effect: rollout.min_group is the whole {whole}")
+    if "partial_versions" in rollout.model_fields_set and not rollout.partial:
+        found.append("rollout.partial_versions has no effect on rollout.partial = false")
     idle = {
         "dapo": {"training.kl": training.kl > 0 and "kl" in training.model_fields_set},
         "rloo": {
@@ -307,7 +348,8 @@ def _odd_prefetch(experiment: Experiment) -> list[str]:
             f"rollout.max_staleness = {rollout.staleness_budget} drops most of what rollout.prefetch = "
             f"{rollout.prefetch} samples ahead; raise it to {rollout.prefetch + 1}, or lower that"
         )
-    if rollout.prefetch and training.loss == "rloo" and training.off_policy == "sampled":
+    stale = rollout.prefetch or rollout.partial
+    if stale and training.loss == "rloo" and training.off_policy == "sampled":
         found.append(
             "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.off_policy "
             "to 'decoupled'"
@@ -316,7 +358,7 @@ def _odd_prefetch(experiment: Experiment) -> list[str]:
         found.append("rollout.prefer has no effect on rollout.prefetch = 0, which leaves no choice")
     if not rollout.prefetch and rollout.max_staleness is not None:
         found.append("rollout.max_staleness has no effect on rollout.prefetch = 0: nothing is ever stale")
-    if not rollout.prefetch and training.off_policy == "decoupled":
+    if not stale and training.off_policy == "decoupled":
         found.append("training.off_policy = 'decoupled' has no effect on rollout.prefetch = 0: nothing is ever stale")
     if training.off_policy == "sampled" and "importance_cap" in training.model_fields_set:
         found.append("training.importance_cap has no effect on training.off_policy = 'sampled'")

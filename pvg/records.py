@@ -124,8 +124,8 @@ class Group:
     """Rollouts of one problem and one role, sampled together: the unit of group-normalised advantages.
 
     `spread_s`: seconds between the first and the last of them to finish, which is what a straggler costs its group.
-    `cancelled` of those that were ordered were cut off by a deadline, after `lost_tokens` tokens, as far as the engine
-    told.
+    `cancelled` of those that were ordered were cut off by a deadline and given up, after `lost_tokens` tokens, as far
+    as the engine told.
     """
 
     problem: Problem

@@ -102,12 +102,14 @@ class Rollouts(Section):
     group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
     # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
     min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
+    partial: bool = False  # true: the deadline is a batch's; groups that are not complete then go on in the next batch,
+    # under the next version, from where they were cut, and rollouts of complete groups are what min_group counts
+    partial_versions: Count = 4  # by which a group's oldest token may be behind the policy that still samples for it;
+    # older ones are used with what is finished, and the rest is given up
     prefetch: Annotated[int, Field(ge=0)] = 0  # batches sampled ahead of the trainer; 0: the two take turns
-    # With prefetch: versions that a rollout may be behind when it is trained on, its time in flight and in the queue
-    # counted; what is older is dropped. None: prefetch + 1.
+    # with prefetch: versions behind (in flight and waiting) beyond which a rollout is dropped; None: prefetch + 1
     max_staleness: Count | None = None
-    # Which groups a batch takes first. "fresh": the least stale, and more is dropped. "old": little is dropped, the
-    # data is staler, and an engine that is faster than the trainer waits for it.
+    # with prefetch: "fresh" takes the least stale groups and drops more; "old" drops few, and a fast engine waits
     prefer: Literal["fresh", "old"] = "fresh"
     logprobs: Literal["sampled", "recomputed"] = "sampled"
     prompts: Literal["tag", "chat", "plain"] = "tag"
@@ -183,10 +185,9 @@ class Training(Section):
     kl: Annotated[float, Field(ge=0.0)] = 0.02
     clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
     clip_high: Annotated[float, Field(gt=0.0)] | None = None
-    # Stale rollouts: "sampled" clips around the policy that sampled them, "decoupled" around the policy at batch start,
-    # and weights each token with how much likelier that one makes it (one more forward pass over them).
+    # stale rollouts are clipped around the policy that sampled them, or "decoupled": around that of the batch's start
     off_policy: Literal["sampled", "decoupled"] = "sampled"
-    importance_cap: Positive = 5.0  # most of that weight
+    importance_cap: Positive = 5.0  # decoupled: most that a token weighs for being likelier at the batch's start
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared

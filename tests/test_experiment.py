@@ -278,6 +278,33 @@ IMPOSSIBLE = [
         ["rollout.group_deadline_s=9", "training.loss=spo", "training.minibatches=4"],
         "training.minibatches = 4 does not fit the 2 rollouts",
     ),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.prefetch=1"],
+        "with rollout.prefetch = 1 it goes on under new versions anyway; set rollout.partial to false",
+    ),
+    (
+        [
+            "rollout.partial=true",
+            "rollout.group_deadline_s=9",
+            "rollout.routed_experts=true",
+            "rollout.engine=vllm",
+            'serving.servers=["http://a"]',
+        ],
+        "vLLM tells rollout.routed_experts of whole completions only",
+    ),
+    (["rollout.partial=true"], "rollout.partial = true continues what a deadline has cut, and there is none"),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.logprobs=recomputed"],
+        "rollout.partial = true continues under other weights",
+    ),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.min_group=257"],
+        "rollout.min_group = 257 is more than the 256 rollouts",
+    ),
+    (
+        ["rollout.partial=true", "rollout.group_deadline_s=9", "training.minibatches=4"],
+        "training.minibatches = 4 does not fit the 2 rollouts",
+    ),
 ]
 
 # The nearest setting that does work, for each of them: the rule must not refuse more than it says.
@@ -302,6 +329,10 @@ POSSIBLE = [
     ["rollout.group_deadline_s=9", "rollout.min_group=8"],
     ["rollout.group_deadline_s=9", "training.minibatches=64"],
     ["rollout.group_deadline_s=9", "rollout.min_group=256", "training.loss=spo"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=256", "rollout.partial=true"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=1", "rollout.partial=true"],
+    ["rollout.group_deadline_s=9", "rollout.prefetch=1"],
+    ["rollout.group_deadline_s=9", "rollout.partial=true", "rollout.routed_experts=true"],
 ]
 
 
@@ -401,12 +432,29 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
         ({"game": {"reward": "cgc"}, "rollout": {"deadline_s": 9.0}}, "rollout.deadline_s"),
         ({"game": {"reward": "cgc"}, "training": {"spo_half_life": 9.0}}, "training.spo_half_life"),
         ({"game": {"reward": "cgc"}, "rollout": {"group_deadline_s": 9.0, "min_group": 8}}, "rollout.min_group"),
+        ({"game": {"reward": "cgc"}, "rollout": {"partial_versions": 2}}, "rollout.partial_versions"),
+        ({"game": {"reward": "cgc"}, "training": {"off_policy": "decoupled"}}, "training.off_policy"),
+        (
+            {
+                "game": {"reward": "cgc"},
+                "training": {"loss": "rloo"},
+                "rollout": {"partial": True, "group_deadline_s": 9.0},
+            },
+            "training.loss = 'rloo' has no ratio",
+        ),
         ({"game": {"reward": "cgc"}, "verifier": {"solutions_per_problem": 6}}, "verifier.solutions_per_problem"),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
     assert any(key in warning for warning in build_experiment(overrides).warnings())
     assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []
+
+
+def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
+    partial = {"partial": True, "group_deadline_s": 9.0}
+    for training in ({"off_policy": "decoupled"}, {"loss": "rloo", "off_policy": "decoupled"}):
+        experiment = build_experiment({"game": {"reward": "cgc"}, "training": training, "rollout": partial})
+        assert experiment.warnings() == []
 
 
 def test_a_setting_of_another_kind_of_task_is_named_as_such():

@@ -28,8 +28,9 @@ from pvg.game.statistics import (
     value_metrics,
 )
 from pvg.models.language_model import LanguageModel
-from pvg.records import Float32, Rollout
+from pvg.records import Float32, Group, Rollout
 from pvg.rollout.engine import EngineStats
+from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, routed_experts_of
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
@@ -50,8 +51,9 @@ class _Since:
 @dataclass
 class OnPolicySource:
     """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
-    of what `tracker` has learnt from the batches before, with a deadline of what arrived in time, and with
-    rollout.prefetch of what has arrived at all: then `start` comes first, and `close` last.
+    of what `tracker` has learnt from the batches before, with a deadline of what arrived in time, with `partial` of
+    what was left unfinished by the batches before, and with rollout.prefetch of what has arrived at all: then `start`
+    comes first, and `close` last.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
     computed again (`rollout.logprobs = "recomputed"`, `training.off_policy = "decoupled"`).
@@ -66,6 +68,7 @@ class OnPolicySource:
     metrics: dict[str, float] = field(default_factory=dict)
     tracker: ValueTracker | None = field(init=False)
     orders: ProverOrders = field(init=False)
+    partial: PartialSampling | None = field(init=False)
     prefetcher: Prefetcher | None = field(init=False)
     _since: _Since = field(init=False)
 
@@ -73,6 +76,7 @@ class OnPolicySource:
         experiment = self.session.experiment
         self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
         self.orders = ProverOrders(self.session, self.tracker)
+        self.partial = partial_sampling(experiment, self.session.players.dispatcher)
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
 
@@ -102,7 +106,7 @@ class OnPolicySource:
         if self.prefetcher is None:
             self._since = self._now()
             with span("rollout"):
-                groups = await self.orders.sample(self.orders.batch(number), number)
+                groups = await self._sample(number)
         else:
             groups, ahead = await self.prefetcher.batch(number)
         sampled = self._now()
@@ -127,6 +131,7 @@ class OnPolicySource:
                 "reward_mean": float(rewards_N.mean()),
                 **credit_metrics,
                 **cut_metrics(groups),
+                **({} if self.partial is None else self.partial.metrics),
                 **sampling_metrics(rollouts, sampled.engine.since(since.engine), sampled.at - since.at),
                 **staleness_metrics(rollouts, session.players.engine.version),
                 **ahead,
@@ -134,6 +139,11 @@ class OnPolicySource:
             }
         self._since = replace(sampled, scorer=scorer.stats)
         return batch
+
+    async def _sample(self, number: int) -> list[Group]:
+        if self.partial is not None:
+            return await self.partial.sample(self.orders.plan, number)
+        return await self.orders.sample(self.orders.batch(number), number)
 
     def _now(self) -> _Since:
         return _Since(time.perf_counter(), self.session.players.engine.stats, self.scorer.stats)

@@ -15,7 +15,7 @@ from pvg.game.seeds import draw_weighted, generator_for, seed_for
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, source_of_round
 from pvg.rollout.deadlines import training_deadline
-from pvg.rollout.dispatcher import GroupOrder
+from pvg.rollout.dispatcher import Call, GroupOrder
 from pvg.training.values import ValueTracker
 
 
@@ -36,19 +36,33 @@ class ProverOrders:
             for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
         ]
 
+    def call(self, number: int) -> Call:
+        """What the rollouts of batch `number` have in common."""
+        round_ = self.session.state.round
+        return Call(
+            round_,
+            source_of_round(round_),
+            step=number,
+            seed=seed_for(self.session.seed, round_, "train_prover", number),
+            prefix=f"{round_:03d}/train_prover/{number:05d}",
+        )
+
+    def plan(self, number: int) -> tuple[list[GroupOrder], Call]:
+        return self.batch(number), self.call(number)
+
     async def sample(
         self, orders: Sequence[GroupOrder], number: int, gate: AbstractAsyncContextManager[None] | None = None
     ) -> list[Group]:
         """Groups of batch `number`, sampled and graded. `gate`: see `Dispatcher.sample`."""
-        session, round_ = self.session, self.session.state.round
-        return await session.players.dispatcher.sample(
+        call = self.call(number)
+        return await self.session.players.dispatcher.sample(
             orders,
-            round_=round_,
-            source=source_of_round(round_),
-            step=number,
-            seed=seed_for(session.seed, round_, "train_prover", number),
-            prefix=f"{round_:03d}/train_prover/{number:05d}",
-            deadline=training_deadline(session.experiment),
+            round_=call.round,
+            source=call.source,
+            step=call.step,
+            seed=call.seed,
+            prefix=call.prefix,
+            deadline=training_deadline(self.session.experiment),
             gate=gate,
         )
 

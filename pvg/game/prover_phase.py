@@ -52,6 +52,7 @@ async def train_prover(session: Session) -> None:
         with span("open_models"):
             phase = ProverPhase(session, info, verifier, threshold, learner)
         await phase.play()
+        phase.tell_unfinished()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
@@ -198,6 +199,16 @@ class ProverPhase:
         tensors, adapter = await policy_of(self.session, self.learner)
         await self.session.players.publish(tensors, self.version, adapter)
 
+    def tell_unfinished(self) -> None:
+        """At the end of the phase nobody continues what was carried: the next policy is another one."""
+        partial = self.source.partial
+        if partial is not None and partial.carried:
+            self._tell_lost(partial.carried, "are unfinished at the end of the phase, and are given up")
+
+    def _tell_lost(self, rollouts: int, how: str) -> None:
+        self.session.ledger.log.event("rollout", event="lost", rollouts=rollouts, step=self.done)
+        self.session.observer.noticed(f"{rollouts} rollouts {how} (rollout.partial).")
+
     # --- resuming ----------------------------------------------------------------------------------------------
 
     def _progress(self) -> dict[str, Any]:
@@ -210,6 +221,7 @@ class ProverPhase:
             "metrics": finite(self.last_metrics),
             **({} if self.source.tracker is None else {"values": self.source.tracker.state()}),
             **({} if self.source.prefetcher is None else {"groups_begun": self.source.prefetcher.begun}),
+            **({} if self.source.partial is None else {"partial": self.source.partial.state()}),
         }
 
     def _resume(self) -> None:
@@ -227,6 +239,8 @@ class ProverPhase:
             self.source.tracker.load_state(state.progress["values"])
         if self.source.prefetcher is not None:
             self.source.prefetcher.resume(state.progress["groups_begun"])
+        if self.source.partial is not None and (lost := self.source.partial.load_state(state.progress["partial"])):
+            self._tell_lost(lost, "were carried from batch to batch when the run stopped, and are lost")
         self.version = state.progress["version"]
         self.stopped = state.progress["stopped"]
         self.stop_rule.load_state(state.progress["stop_rule"])

@@ -35,11 +35,12 @@ class Deadline:
 
 
 def training_deadline(experiment: Experiment) -> Deadline | None:
-    """That of the prover's training. spo takes no statistics of groups: all of its batch is one set."""
+    """That of the prover's training. spo takes no statistics of groups: all of its batch is one set; and so it is where
+    groups that are not complete are carried over."""
     rollout = experiment.rollout
     if rollout.group_deadline_s is None:
         return None
-    over: Over = "batch" if experiment.training.loss == "spo" else "group"
+    over: Over = "batch" if experiment.training.loss == "spo" or rollout.partial else "group"
     return Deadline(rollout.group_deadline_s, rollout.min_group, over)
 
 

@@ -41,7 +41,8 @@ NO_STOP = -1
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One row's result: `token_ids` int32 [C], the stop token included, and `logprobs` float32 [C] in nats."""
+    """One row's result: `token_ids` int32 [C], the stop token included, and `logprobs` float32 [C] in nats. Both begin
+    with what the request began with."""
 
     token_ids: Int32
     logprobs: Float32
@@ -77,8 +78,8 @@ class Rows(Protocol):
     def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
         """Admit `jobs` and decode on; at least one running row finishes, or a bounded number of steps is done.
 
-        `dropped_N`, by ticket, may be set by another thread meanwhile: such a row finishes at the next step, and its
-        result means nothing. Raises TrainingDivergedError when the model's logits are not finite.
+        `dropped_N`, by ticket, may be set by another thread meanwhile: such a row finishes at the next step with what
+        it has, which nobody has checked. Raises TrainingDivergedError when the model's logits are not finite.
         """
         ...
 
@@ -107,7 +108,7 @@ class ModuleRows:
         assert [job.ticket for job in jobs] == list(range(len(jobs)))  # so that a ticket is a row
         dropped_N = dropped_N[: len(jobs)]
         results = decode(self._module, [job.request for job in jobs], dropped_N, self._device, *self._switches)
-        lengths = [len(result.token_ids) for result in results]
+        lengths = [len(result.token_ids) - job.request.tokens_begun for job, result in zip(jobs, results, strict=True)]
         return Turn(
             [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
         )
@@ -115,9 +116,11 @@ class ModuleRows:
 
 @dataclass(slots=True)
 class _Rows:
-    """The live rows: which request each is, its next input token, position, settings, stop tokens and limit."""
+    """The live rows: which request each is, its next input token, position, settings, stop tokens and limit; `first`:
+    how many tokens its completion began with."""
 
     request_R: Tensor
+    first_R: Tensor
     token_R: Tensor
     position_R: Tensor
     stop_RS: Tensor
@@ -128,6 +131,7 @@ class _Rows:
 
     def select(self, rows_K: Tensor) -> None:
         self.request_R, self.token_R = self.request_R[rows_K], self.token_R[rows_K]
+        self.first_R = self.first_R[rows_K]
         self.position_R, self.stop_RS = self.position_R[rows_K], self.stop_RS[rows_K]
         self.limit_R, self.done_R = self.limit_R[rows_K], self.done_R[rows_K]
         self.settings = self.settings.select(rows_K)
@@ -147,24 +151,25 @@ def decode(
 ) -> list[Decoded]:
     """Sample every request to its end, in one batch; results in the order of the requests. Spans: prefill, decode.
 
-    `dropped_N` may be set by another thread while this runs: such a row counts as finished from the next step on, its
-    result is cut short and means nothing. `compaction`: finished rows leave the batch before it ends;
-    `shared_prefill`: a prompt of several rows is computed once; `routed_experts`: results carry the experts of their
-    tokens. Raises TrainingDivergedError when the model's logits are not finite, ConfigurationError for experts of a
-    model that has none.
+    `dropped_N` may be set by another thread while this runs: such a row is finished from the next step on, its result
+    is what it has. `compaction`: finished rows leave the batch before it ends; `shared_prefill`: a prompt of several
+    rows is computed once; `routed_experts`: results carry the experts of all their tokens as they were computed now,
+    those of what a request begins with too. Raises TrainingDivergedError when the model's logits are not finite,
+    ConfigurationError for experts of a model that has none.
     """
     limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
-    steps = int(limits_N.max())
+    first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
     with recorded_experts(module) if routed_experts else nullcontext() as recorder:
+        steps = int((limits_N - first_N).max())
         experts = None if recorder is None else RowExperts(module, recorder, len(requests), steps)
         with span("prefill", device=True):
             cache, rows = _start(module, requests, limits_N, device, shared_prefill, experts)
         with span("decode", device=True):
-            sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, steps, compaction, experts)
+            sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, limits_N, compaction, experts)
             results = _results(requests, limits_N, dropped_N, *sampled)
     if experts is None:
         return results
-    carried = experts.results([len(result.token_ids) for result in results])
+    carried = experts.results([len(result.token_ids) - int(n) for result, n in zip(results, first_N, strict=True)])
     return [replace(result, routed_experts=own) for result, own in zip(results, carried, strict=True)]
 
 
@@ -174,27 +179,38 @@ def _sample_to_the_end(
     cache: RowCache,
     rows: _Rows,
     dropped_N: NDArray[np.bool_],
-    steps: int,
+    limits_N: NDArray[np.int64],
     compaction: bool,
     experts: RowExperts | None,
 ) -> tuple[NDArray[np.int64], Float32]:
-    """tokens_NT and logprobs_NT, by request; what stands after a row's end means nothing."""
+    """tokens_NT and logprobs_NT, by request; what stands after a row's end means nothing. `limits_N` of rows that were
+    dropped is lowered to what they have."""
     device = rows.token_R.device
-    uniform_NT = torch.from_numpy(uniform_numbers(requests, steps)).to(device)
-    tokens_NT = torch.zeros(len(requests), steps, dtype=torch.int64, device=device)
-    logprobs_NT = torch.zeros(len(requests), steps, dtype=torch.float32, device=device)
+    first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
+    width = int(limits_N.max())
+    # The last column takes what rows sample that are finished and still there.
+    uniform_NT = torch.from_numpy(uniform_numbers(requests, width + 1)).to(device)
+    tokens_NT = torch.zeros(len(requests), width + 1, dtype=torch.int64, device=device)
+    logprobs_NT = torch.zeros(len(requests), width + 1, dtype=torch.float32, device=device)
+    for row, request in enumerate(requests):
+        if request.begun is not None:
+            tokens_NT[row, : first_N[row]] = torch.from_numpy(request.begun.token_ids).to(device)
+            logprobs_NT[row, : first_N[row]] = torch.from_numpy(request.begun.logprobs).to(device)
 
-    for step in range(steps):
+    for step in range(int((limits_N - first_N).max())):
         logprobs_RV = distribution(_next_logits(module, rows, cache), rows.settings)
         if experts is not None:
             experts.stepped(rows.request_R, step)
-        rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, step])
-        tokens_NT[rows.request_R, step] = rows.token_R
-        logprobs_NT[rows.request_R, step] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
+        column_R = (rows.first_R + step).clamp(max=width)
+        rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, column_R])
+        tokens_NT[rows.request_R, column_R] = rows.token_R
+        logprobs_NT[rows.request_R, column_R] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
         rows.position_R = rows.position_R + ~rows.done_R  # a finished row must not run out of the model's context
-        rows.done_R |= (rows.token_R[:, None] == rows.stop_RS).any(dim=1) | (rows.limit_R <= step + 1)
+        rows.done_R |= (rows.token_R[:, None] == rows.stop_RS).any(dim=1) | (rows.limit_R <= column_R + 1)
         if dropped_N.any():
-            rows.done_R |= torch.from_numpy(dropped_N).to(device)[rows.request_R]
+            now_N = dropped_N.copy()
+            limits_N[now_N] = np.minimum(limits_N, first_N + step + 1)[now_N]
+            rows.done_R |= torch.from_numpy(now_N).to(device)[rows.request_R]
         live = len(rows.done_R) - int(rows.done_R.sum())
         if live == 0:
             break
@@ -211,14 +227,15 @@ def _start(
     shared_prefill: bool,
     experts: RowExperts | None,
 ) -> tuple[RowCache, _Rows]:
-    """The cache with every prompt but its last token, which is the first input of decoding."""
-    known_N = np.asarray([len(request.prompt_ids) - 1 for request in requests], dtype=np.int64)
+    """The cache with all that is known but its last token, which is the first input of decoding."""
+    known_ids = [request.known_ids for request in requests]
+    known_N = np.asarray([len(ids) - 1 for ids in known_ids], dtype=np.int64)
+    first_N = np.asarray([request.tokens_begun for request in requests], dtype=np.int64)
     start = int(known_N.max())
-    capacity = start + int(limits_N.max())
+    capacity = start + int((limits_N - first_N).max())
     cache = RowCache(len(requests), start, capacity)
     if start:
-        prefixes = [request.prompt_ids[:-1] for request in requests]
-        _prefill(module, cache, prefixes, device, shared_prefill, experts)
+        _prefill(module, cache, [ids[:-1] for ids in known_ids], device, shared_prefill, experts)
     stops = [request.sampling.stop_ids for request in requests]
     stop_NS = np.full((len(requests), max(1, *map(len, stops))), NO_STOP, dtype=np.int64)
     for row, ids in enumerate(stops):
@@ -227,10 +244,11 @@ def _start(
     padded = bool((known_N != start).any())
     return cache, _Rows(
         request_R=torch.arange(len(requests), device=device),
-        token_R=torch.tensor([int(request.prompt_ids[-1]) for request in requests], device=device),
+        first_R=torch.from_numpy(first_N).to(device),
+        token_R=torch.tensor([int(ids[-1]) for ids in known_ids], device=device),
         position_R=known,
         stop_RS=torch.from_numpy(stop_NS).to(device),
-        limit_R=torch.from_numpy(limits_N).to(device),
+        limit_R=torch.from_numpy(limits_N.copy()).to(device),
         done_R=torch.zeros(len(requests), dtype=torch.bool, device=device),
         settings=RowSettings.of([request.sampling for request in requests], device),
         visible_RT=torch.arange(capacity, device=device) >= start - known[:, None] if padded else None,
@@ -322,8 +340,13 @@ def finished_row(
 ) -> Decoded:
     """A row's result, copied. Raises TrainingDivergedError for log-probs that are not finite, but for a dropped row."""
     if not dropped and not np.isfinite(logprobs).all():
-        raise TrainingDivergedError(
-            f"The policy's logits are not finite (request {request.id!r}).",
-            "Its weights have diverged: resume from the last commit with a lower learning rate.",
-        )
+        raise diverged(request)
     return Decoded(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
+
+
+def diverged(request: GenerationRequest) -> TrainingDivergedError:
+    """For a row whose log-probs are not finite."""
+    return TrainingDivergedError(
+        f"The policy's logits are not finite (request {request.id!r}).",
+        "Its weights have diverged: resume from the last commit with a lower learning rate.",
+    )

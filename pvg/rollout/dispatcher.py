@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pvg.errors import ConfigurationError
 from pvg.records import Group, Int32, Problem, Role, Rollout
 from pvg.rollout.deadlines import Deadline, Watch
-from pvg.rollout.engine import Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Begun, Engine, GenerationRequest, Sampling
 from pvg.rollout.grading import Grader
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class GroupOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """What the rollouts of one call of `sample` have in common."""
 
     round: int
@@ -52,6 +52,9 @@ class _Call:
     step: int
     seed: int
     prefix: str
+
+    def rollout_id(self, order: GroupOrder, index: int) -> str:
+        return f"{self.prefix}/{order.group:05d}/{index:02d}"
 
 
 @dataclass(slots=True)
@@ -64,11 +67,18 @@ class _Gathering:
     finishes: list[float] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)
 
-    def start(self, work: Sequence[Coroutine[None, None, Rollout]]) -> None:
+    def start(self, work: Sequence[Coroutine[None, None, Rollout]]) -> list[asyncio.Task[Rollout]]:
         self.tasks = [asyncio.create_task(coroutine) for coroutine in work]
         if self.watch is not None:
             for task in self.tasks:
                 self.watch.add(task)
+        return self.tasks
+
+    async def sampled(self, place: AsyncExitStack) -> None:
+        """One of it leaves its `place` in the engine."""
+        if self.watch is not None:
+            self.watch.arrived()
+        await place.aclose()
 
     def stop(self) -> None:
         if self.watch is not None:
@@ -109,10 +119,10 @@ class Dispatcher:
                 f"rollout.concurrency is {concurrency}, but the engine takes {engine.max_in_flight} requests at once.",
                 "Lower rollout.concurrency, or open the engine with a larger max_in_flight.",
             )
-        self._engine = engine
+        self.engine = engine
+        self.concurrency = concurrency
         self._grader = Grader(task, tokenizer, grading)
         self._sampling = sampling
-        self._concurrency = concurrency
 
     async def sample(
         self,
@@ -136,8 +146,8 @@ class Dispatcher:
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
-        call = _Call(round_, source, step, seed, prefix)
-        bound = asyncio.Semaphore(self._concurrency) if gate is None else gate  # first come, first served
+        call = Call(round_, source, step, seed, prefix)
+        bound = asyncio.Semaphore(self.concurrency) if gate is None else gate  # first come, first served
         finished = 0
 
         async def one(gathering: _Gathering, index: int) -> Rollout:
@@ -146,45 +156,46 @@ class Dispatcher:
                 await place.enter_async_context(bound)
                 if gathering.watch is not None:
                     gathering.watch.begin()
-                rollout = await self._rollout(gathering, index, call, place.aclose)
+                # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
+                tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
+                leave = partial(gathering.sampled, place)
+                rollout = await self.rollout(gathering.order, index, call, leave=leave, tell=tell)
             finished += 1
             gathering.finishes.append(time.perf_counter())
             if on_done is not None:
                 on_done(finished)
             return rollout
 
-        async def start(tasks: list[asyncio.Task[Rollout]]) -> None:
-            begun = 0
-            for gathering in gatherings:
-                if begun >= BEGUN_AT_A_TIME:
-                    await asyncio.sleep(0)
-                    begun = 0
-                begun += gathering.order.size
-                gathering.start([one(gathering, index) for index in range(gathering.order.size)])
-                tasks.extend(gathering.tasks)
-
         gatherings = _gatherings(orders, deadline)
         try:
-            await _all_or_none(start)
+            await all_or_none(
+                gathering.start([one(gathering, index) for index in range(gathering.order.size)])
+                for gathering in gatherings
+            )
         finally:
             for gathering in gatherings:
                 gathering.stop()
         return [gathering.result() for gathering in gatherings]
 
-    async def _rollout(
-        self, gathering: _Gathering, index: int, call: _Call, leave: Callable[[], Awaitable[None]]
+    async def rollout(
+        self,
+        order: GroupOrder,
+        index: int,
+        call: Call,
+        *,
+        leave: Callable[[], Awaitable[None]],
+        tell: Callable[[int], None] | None = None,
+        begun: Begun | None = None,
     ) -> Rollout:
-        """`leave` frees the rollout's place in the engine, once it has been sampled: what the engine is asked next, and
-        when, does not depend on who grades."""
-        order = gathering.order
-        rollout_id = f"{call.prefix}/{order.group:05d}/{index:02d}"
+        """Rollout `index` of `order`, graded; one that was cut short goes on from what it had `begun`. Raises CutShort
+        where the engine is told to cut it (`Call.rollout_id` is the request's id).
+
+        `leave` frees its place in the engine, once it has been sampled: what the engine is asked next, and when, does
+        not depend on who grades."""
+        rollout_id = call.rollout_id(order, index)
         seed = request_seed(call.seed, order.group, index)
-        # Telling how many tokens there are may cost the engine a stream: only where somebody will count them.
-        tell = None if gathering.watch is None else partial(gathering.told.__setitem__, index)
-        request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell)
-        completion = await self._engine.generate(request)
-        if gathering.watch is not None:
-            gathering.watch.arrived()
+        request = GenerationRequest(rollout_id, order.prompt_ids, self._sampling, seed, on_tokens=tell, begun=begun)
+        completion = await self.engine.generate(request)
         await leave()
         text, grade = await self._grader.grade(order.problem, completion)
         return Rollout(
@@ -227,12 +238,18 @@ def _gatherings(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list
     return [_Gathering(order, watch) for order in orders]
 
 
-async def _all_or_none(start: Callable[[list[asyncio.Task[Rollout]]], Awaitable[None]]) -> None:
-    """Wait for all tasks that `start` adds to its list. On the first failure, or when cancelled, nothing is left
-    running behind."""
-    tasks: list[asyncio.Task[Rollout]] = []
+async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
+    """Wait for all tasks of all `parts`, which are begun as they are asked for, over several turns of the event loop
+    where they are many. On the first failure, or when cancelled, nothing is left running behind."""
+    tasks: list[asyncio.Task[Any]] = []
     try:
-        await start(tasks)
+        begun = 0
+        for part in parts:
+            tasks += part
+            begun += len(part)
+            if begun >= BEGUN_AT_A_TIME:
+                begun = 0
+                await asyncio.sleep(0)
         if not tasks:
             return
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

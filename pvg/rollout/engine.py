@@ -1,17 +1,21 @@
 """The `Engine` protocol: token ids in, token ids out. Nothing here decodes or encodes text, or imports torch.
 
 Invariants: the log-probs of a completion are those of exactly the distribution its tokens were sampled from; the random
-numbers of a request depend on its own seed alone, never on the requests it happens to share a batch with.
+numbers of a request depend on its own seed alone, never on the requests it happens to share a batch with. (In the torch
+engine each is that of a position, so that a completion which was cut short and continued under the same weights is the
+one that was never cut. A server draws anew from where it was cut: the same only in distribution.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pvg.errors import ConfigurationError
+import numpy as np
+
+from pvg.errors import ConfigurationError, StateError
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
 from pvg.weights import SyncTiming, WeightUpdate
 
@@ -28,9 +32,37 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What there is of a completion that was cut short: `token_ids` int32 [T], T >= 1, no stop token among them, and
+    `logprobs` float32 [T] in nats, of the versions in `spans` that sampled them. `timing` is what it has taken;
+    `routed_experts` [P + T - 1, layers, k], from an engine that was opened to tell them."""
+
+    token_ids: Int32
+    logprobs: Float32
+    spans: tuple[VersionSpan, ...]
+    timing: Timing = field(default_factory=Timing)
+    routed_experts: RoutedExperts | None = None
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version among its tokens."""
+        return min(span.version for span in self.spans)
+
+
+class CutShort(Exception):
+    """`generate` ends with this where `Engine.cut` was heard in time. `begun`: what there is; None: not a token."""
+
+    def __init__(self, begun: Begun | None) -> None:
+        super().__init__("the request was cut short")
+        self.begun = begun
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to sample. `prompt_ids` int32 [P], P >= 1; `seed` fixes this request's random numbers.
 
+    `begun` is what an earlier request of the same prompt and seed had sampled when it was cut short: the completion
+    begins with it, its log-probs and versions stay what they were, and `sampling.max_tokens` counts it.
     `on_tokens` is told how many tokens there are, as they come, by engines that can tell before the end; an attempt
     that failed begins again from few.
     """
@@ -40,6 +72,36 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
+    begun: Begun | None = field(default=None, compare=False)
+
+    @property
+    def tokens_begun(self) -> int:
+        return 0 if self.begun is None else len(self.begun.token_ids)
+
+    @property
+    def known_ids(self) -> Int32:
+        """The prompt and what was sampled before, int32 [P + T]: what is prefilled."""
+        return self.prompt_ids if self.begun is None else np.concatenate([self.prompt_ids, self.begun.token_ids])
+
+    def spans(self, length: int, version: int) -> tuple[VersionSpan, ...]:
+        """Of its completion of `length` tokens, when those beyond `begun` were sampled by `version`."""
+        if self.begun is None:
+            return (VersionSpan(0, version),)
+        spans, first = self.begun.spans, self.tokens_begun
+        return spans if length == first or spans[-1].version == version else (*spans, VersionSpan(first, version))
+
+    def timing(self, queued_s: float, service_s: float) -> Timing:
+        """What its completion has taken in all, when this request took so long."""
+        before = Timing() if self.begun is None else self.begun.timing
+        return Timing(before.queued_s + queued_s, before.service_s + service_s)
+
+    def experts(self, computed: RoutedExperts | None) -> RoutedExperts | None:
+        """Of its completion, when those of all its tokens are `computed` now: tokens that were computed before keep
+        the experts that the next one was sampled with."""
+        before = None if self.begun is None else self.begun.routed_experts
+        if before is None or computed is None:
+            return computed
+        return np.concatenate([before, computed[len(before) :]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +121,8 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine was opened: batches decoded, their rows, the tokens sampled and the seconds that took;
-    prompt tokens asked for, and those among them that were computed (the others were shared with another request).
+    prompt tokens asked for, and those among them that were computed (the others were shared with another request). What
+    a continued completion begins with counts as prompt.
 
     An engine that makes no batches itself counts seconds as batches, and requests in flight times seconds as rows. One
     that decodes step by step in this process also counts its steps, and the live rows summed over them."""
@@ -120,6 +183,11 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion: ...
 
+    def cut(self, request_ids: Collection[str]) -> None:
+        """End these requests at their next token: their `generate` raises `CutShort`. One that is not there, or ends
+        by itself first, is not concerned. Raises StateError where the engine cannot hand back what it has."""
+        raise StateError("This engine hands back no unfinished completions.", "Set rollout.partial to false.")
+
     async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
     async def close(self) -> None: ...
@@ -142,5 +210,20 @@ def _complaint(request: GenerationRequest) -> str:
         f"top_k is {sampling.top_k}, but must be 0 (no cut) or more": sampling.top_k < 0,
         f"the seed is {request.seed}, but must not be negative": request.seed < 0,
         "the prompt has no tokens": prompt.ndim != 1 or len(prompt) == 0,
+        "what it begins with is no unfinished completion": request.begun is not None
+        and not _can_go_on(request.begun, len(prompt), sampling),
     }
     return next((complaint for complaint, is_so in complaints.items() if is_so), "")
+
+
+def _can_go_on(begun: Begun, prompt: int, sampling: Sampling) -> bool:
+    ids, spans, experts = begun.token_ids, begun.spans, begun.routed_experts
+    return (
+        0 < len(ids) < sampling.max_tokens
+        and len(begun.logprobs) == len(ids)
+        and not np.isin(ids, sampling.stop_ids).any()
+        and bool(spans)
+        and spans[0].start == 0
+        and spans[-1].start < len(ids)
+        and (experts is None or len(experts) == prompt + len(ids) - 1)
+    )

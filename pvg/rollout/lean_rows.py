@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from pvg.models.padding import pad_right, token_budget_batches
-from pvg.records import Float32
+from pvg.records import Float32, Int32
 from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, Decoded, Job, Turn, finished_row
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import LeanCache, LeanDecoder
@@ -41,7 +41,8 @@ FEW_COLUMNS = 512
 
 @dataclass(slots=True)
 class _Slots:
-    """One entry per slot. `position`: where the next input token is written; `count`: tokens sampled so far."""
+    """One entry per slot. `position`: where the next input token is written; `count`: tokens of the completion so far,
+    those that it began with included."""
 
     ticket_R: NDArray[np.int64]
     live_R: NDArray[np.bool_]
@@ -138,17 +139,22 @@ class LeanRows:
         uniform_NC = uniform_numbers(requests, max(request.sampling.max_tokens for request in requests))
         rows_N = np.asarray(slots)
         kept.ticket_R[rows_N] = [job.ticket for job in jobs]
-        kept.token_R[rows_N] = [request.prompt_ids[-1] for request in requests]
-        kept.position_R[rows_N] = [len(request.prompt_ids) - 1 for request in requests]
+        known = [request.known_ids for request in requests]
+        kept.token_R[rows_N] = [ids[-1] for ids in known]
+        kept.position_R[rows_N] = [len(ids) - 1 for ids in known]
         kept.limit_R[rows_N] = [request.sampling.max_tokens for request in requests]
-        kept.count_R[rows_N], kept.live_R[rows_N], kept.stop_RS[rows_N] = 0, True, -1
+        kept.live_R[rows_N], kept.stop_RS[rows_N] = True, -1
+        kept.count_R[rows_N] = [request.tokens_begun for request in requests]
         kept.uniform_RC[rows_N, : uniform_NC.shape[1]] = uniform_NC
         for row, request in zip(slots, requests, strict=True):
             kept.stop_RS[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
             kept.requests[row] = request
+            if request.begun is not None:
+                kept.tokens_RC[row, : request.tokens_begun] = request.begun.token_ids
+                kept.logprobs_RC[row, : request.tokens_begun] = request.begun.logprobs
         self._extent = max(self._extent, max(slots) + 1)
         self._settings = None
-        self._prefill(slots, requests)
+        self._prefill(slots, known)
 
     def _places(self, count: int) -> list[int]:
         """Slots for newcomers: those of finished rows first."""
@@ -178,11 +184,11 @@ class LeanRows:
                 grown.kv[:, :, : have[0], : have[1]] = self._cache.kv
             self._cache = grown
 
-    def _prefill(self, slots: Sequence[int], requests: Sequence[GenerationRequest]) -> None:
-        """Every prompt but its last token, which is the row's first input; each distinct one once where shared."""
+    def _prefill(self, slots: Sequence[int], known: Sequence[Int32]) -> None:
+        """All that is known but its last token, which is the row's first input; the same once where shared."""
         assert self._cache is not None
         rows_of: dict[bytes | int, list[int]] = {}
-        prefix_of = {row: request.prompt_ids[:-1] for row, request in zip(slots, requests, strict=True)}
+        prefix_of = {row: ids[:-1] for row, ids in zip(slots, known, strict=True)}
         for row, prefix in prefix_of.items():
             if len(prefix):
                 rows_of.setdefault(prefix.tobytes() if self._shared_prefill else row, []).append(row)

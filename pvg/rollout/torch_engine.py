@@ -7,8 +7,8 @@ Concurrent `generate` calls are gathered into batches in the order they came. A 
 executor, so the event loop stays free: with continuous batching, finished rows are handed over after each turn and
 others take their places; else there is one turn, to the end of the batch. One `TorchEngine` lives on one event loop.
 
-New weights wait until no row runs, and while they wait nobody joins: a completion has one version. A batch lasts from
-the first row to the moment when none runs.
+New weights wait until no row runs, and while they wait nobody joins: what a request samples has one version. A batch
+lasts from the first row to the moment when none runs.
 
 Invariants: one version of the weights samples a batch; the same requests submitted in the same order give the same
 bits (callers get QUIET_TURNS of the event loop to come back, not a time); every call of `generate` ends, with a
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.records import Int32, Timing, VersionSpan
-from pvg.rollout.decoding import Decoded, Job, ModuleRows, Rows, Turn
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
+from pvg.records import Int32
+from pvg.rollout.decoding import Decoded, Job, ModuleRows, Rows, Turn, diverged
+from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
 from pvg.telemetry.events import Events, Unheard
@@ -58,6 +58,7 @@ class _Pending:
     future: asyncio.Future[Completion]
     arrived: float
     admitted: float = 0.0
+    cut: bool = False
 
 
 @dataclass(slots=True)
@@ -168,6 +169,19 @@ class TorchEngine(Engine):
             return await pending.future
         finally:
             self._in_flight -= 1
+
+    def cut(self, request_ids: Collection[str]) -> None:
+        """End these requests: what waits now, what is being decoded with its next token."""
+        wanted = frozenset(request_ids)
+        waiting, self._queue = self._queue, deque()
+        for pending in waiting:
+            if pending.request.id in wanted:
+                _fail(pending, CutShort(pending.request.begun))
+            else:
+                self._queue.append(pending)
+        for ticket, pending in self._batch.running.items() if self._batch is not None else ():
+            if pending.request.id in wanted:
+                pending.cut = self._dropped_N[ticket] = True
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         """Load a newer version between two batches; requests that wait are served by it. Tensors are copied.
@@ -322,14 +336,15 @@ class TorchEngine(Engine):
         now = time.perf_counter()
         for ticket, result in turn.finished:
             pending = batch.running.pop(ticket)
+            sampled = len(result.token_ids) - pending.request.tokens_begun
             batch.completions += 1
-            batch.tokens += len(result.token_ids)
+            batch.tokens += sampled
             batch.longest_s = max(batch.longest_s, now - pending.arrived)
             if not pending.future.done():
-                delivered += len(result.token_ids)
-                pending.future.set_result(self._completion(pending, result, now))
+                delivered += sampled
+                self._hand_over(pending, result, now)
         stats = self._stats
-        prompts = [job.request.prompt_ids for job in jobs]
+        prompts = [job.request.known_ids for job in jobs]
         asked = sum(map(len, prompts))
         self._stats = replace(
             stats,
@@ -342,16 +357,18 @@ class TorchEngine(Engine):
             live_rows=stats.live_rows + turn.live_rows,
         )
 
-    def _completion(self, pending: _Pending, result: Decoded, now: float) -> Completion:
-        return Completion(
-            request_id=pending.request.id,
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            spans=(VersionSpan(0, self._version),),
-            finish_reason=result.finish_reason,
-            routed_experts=result.routed_experts,
-            timing=Timing(queued_s=pending.admitted - pending.arrived, service_s=now - pending.admitted),
-        )
+    def _hand_over(self, pending: _Pending, result: Decoded, now: float) -> None:
+        request, length = pending.request, len(result.token_ids)
+        spans, experts = request.spans(length, self._version), request.experts(result.routed_experts)
+        timing = request.timing(pending.admitted - pending.arrived, now - pending.admitted)
+        if pending.cut and not np.isfinite(result.logprobs).all():
+            _fail(pending, diverged(request))
+        elif pending.cut and result.finish_reason == "length" and length < request.sampling.max_tokens:
+            _fail(pending, CutShort(Begun(result.token_ids, result.logprobs, spans, timing, experts)))
+        else:
+            finish, logprobs = result.finish_reason, result.logprobs
+            completion = Completion(request.id, result.token_ids, logprobs, spans, finish, timing, experts)
+            pending.future.set_result(completion)
 
     async def _load(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
@@ -409,8 +426,8 @@ class TorchEngine(Engine):
 
     def _check(self, request: GenerationRequest) -> None:
         check_request(request)
-        prompt, sampling = request.prompt_ids, request.sampling
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
+        prompt, sampling, known = request.prompt_ids, request.sampling, request.known_ids
+        if int(known.min()) < 0 or int(known.max()) >= self._vocabulary:
             raise ConfigurationError(
                 f"Request {request.id!r}: the prompt has token ids outside the model's vocabulary of "
                 f"{self._vocabulary}.",

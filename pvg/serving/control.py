@@ -12,7 +12,7 @@ time was spent waiting, in this process, in the network, or in the server's even
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -21,6 +21,7 @@ from pvg.serving.labels import Label
 from pvg.serving.pool import HttpPool, Malformed, Refused, Reply
 
 PROTOCOL = 1  # of the routes below /pvg
+GENERATION_ID = "generate-tokens-"  # what vLLM puts before the id of a request for tokens
 TRACE_HEADER = "x-pvg-trace"
 RECEIVED_HEADER = "x-pvg-received-ns"  # when the first byte of a call was seen, in ns since 1970
 WORK_HEADER = "x-pvg-work-ms"  # from then to the reply
@@ -136,6 +137,12 @@ class ControlClient:
 
     async def resume(self, trace: str = "") -> Reply:
         return await self._call("POST", "/resume", None, self._timeout_s, trace)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests for tokens: their replies come at once, with what there is. Ids that are not there are no
+        error; vLLM answers before it is done."""
+        body = {"request_ids": [f"{GENERATION_ID}{name}" for name in request_ids]}
+        await self._call("POST", "/inference/v1/abort_requests", body, self._probe_timeout_s)
 
     async def checksums(self) -> dict[str, str]:
         """sha256 in hex of the engine's tensors, by vLLM's own names; a tensor that the engine has in another form has

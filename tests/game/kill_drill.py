@@ -2,9 +2,11 @@
 
     python tests/game/kill_drill.py --kills 20            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
+    python tests/game/kill_drill.py --kills 6 --partial   # with rollout.partial, which no two runs play alike
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
-field but their timing), the metrics of the finished rounds.
+field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
+have one id.
 
 Children are forked from this process after everything is imported and before any torch work, so that a start costs
 milliseconds; they are real processes and die of a real SIGKILL.
@@ -54,6 +56,16 @@ def small_experiment() -> Experiment:
             "store": {"commit_every": 3},
         }
     )
+
+
+def partial_experiment() -> Experiment:
+    """One round; in every step of the prover two groups of four are complete and the others are carried."""
+    rollout = {"partial": True, "group_deadline_s": 1e-6, "min_group": 8, "max_rows": 8}
+    plain = small_experiment().plain()
+    plain["rollout"] |= rollout
+    plain["game"]["rounds"] = 1
+    plain["training"]["steps"] = 12
+    return build_experiment(plain)
 
 
 class Reporting(SilentObserver):
@@ -201,12 +213,42 @@ def drill(kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
         return {"kills": dict(died), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
 
 
+def partial_drill(kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Kill one run in its prover's training, again and again; what was committed at a kill is there at the end."""
+    experiment, dice = partial_experiment(), random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        root, died, committed, carried = Path(folder), 0, set(), 0
+        for _ in range(kills):
+            phase = kill_somewhere(*start(experiment, root, resume=(root / "drill").exists()), "train_prover", dice)
+            if phase is None:
+                break
+            died += 1
+            log(f"kill {died}/{kills} in {phase or 'start'}")
+            found = FileStateStore(RunDirectory.open("drill", root).state).load().state or {}
+            carried += found.get("progress", {}).get("partial", {}).get("carried", 0)
+            committed |= set(fingerprint(root)["ids"]) if found.get("shards") else set()
+        finish(*start(experiment, root, resume=True))
+        ids = fingerprint(root)["ids"]
+        problems = [f"lost: {name}" for name in sorted(committed - set(ids))]
+        problems += ["duplicated rollouts"] * (len(set(ids)) != len(ids))
+        return {
+            "kills": died,
+            "committed": len(committed),
+            "carried": carried,
+            "rollouts": len(ids),
+            "problems": problems,
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--partial", action="store_true")
     options = parser.parse_args()
-    result = drill(options.kills, options.seed, lambda line: print(line, file=sys.stderr))
+    result = (partial_drill if options.partial else drill)(
+        options.kills, options.seed, lambda line: print(line, file=sys.stderr)
+    )
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
     raise SystemExit(1 if result["problems"] else 0)
 

@@ -23,3 +23,14 @@ def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run()
     assert result["problems"] == []
     assert sum(result["kills"].values()) == KILLS
     assert all(result["kills"].get(phase, 0) >= 3 for phase in ("mint", "train_verifier", "train_prover", "checkpoint"))
+
+
+@pytest.mark.timeout(900)
+def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
+    drill = Path(__file__).with_name("kill_drill.py")
+    command = [sys.executable, str(drill), "--kills", "4", "--partial"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    result = orjson.loads(done.stdout)
+    assert result["problems"] == []
+    assert result["kills"] >= 1

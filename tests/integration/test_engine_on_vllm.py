@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from served_games import Served, free_port, serving
 from pvg.experiment import Experiment, find_experiment, load_experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
-from pvg.records import Int32, Role
-from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.records import Int32, Role, VersionSpan
+from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest, Sampling
 from pvg.rollout.vllm.engine import VllmEngine
 from pvg.serving.limits import ConnectionLimits
 from pvg.serving.pool import HttpPool
@@ -103,7 +104,7 @@ def moved(players: Players, scale: float) -> dict[str, torch.Tensor]:
     }
 
 
-def teacher_forced(players: Players, request: GenerationRequest, completion: Completion) -> np.ndarray:
+def teacher_forced(players: Players, request: GenerationRequest, completion: Completion | Begun) -> np.ndarray:
     """The log-probs of a completion's tokens under the base prover, at the request's temperature."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
     with torch.no_grad():
@@ -159,6 +160,39 @@ def test_an_update_in_mid_flight_leaves_every_token_with_the_version_that_sample
             expected = teacher_forced(players, request, completion)
             np.testing.assert_allclose(completion.logprobs[:old], expected[:old], atol=1e-3)
             assert np.abs(completion.logprobs[old:] - expected[old:]).max() > 1e-2
+
+    run(experiment(folder, server.url), play)
+
+
+def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights(folder: Path, server: Served) -> None:
+    async def play(players: Players, kept: Kept) -> None:
+        wanted = requests(players, 128, 100)  # more than the server decodes together: some have no token yet
+        pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0)
+        tasks = [asyncio.create_task(players.engine.generate(request)) for request in wanted]
+        await until(lambda: running_requests(pool, server.url), lambda count: count > 0)
+        await asyncio.sleep(0.5)
+        players.engine.cut([request.id for request in wanted])
+        cut = await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: running_requests(pool, server.url), lambda count: count == 0)
+        await pool.close()
+        begun = [short.begun if isinstance(short, CutShort) else None for short in cut]
+        assert sum(isinstance(short, CutShort) for short in cut) > 64
+        assert any(found is not None for found in begun)
+        assert kept.named("retry") == []
+        for request, found in zip(wanted, begun, strict=True):
+            if found is not None:
+                assert found.spans == (VersionSpan(0, 0),)
+                expected = teacher_forced(players, request, found)
+                np.testing.assert_allclose(found.logprobs, expected, atol=1e-3)
+
+        await players.publish(moved(players, 0.05), 1)
+        again = [replace(request, begun=found) for request, found in zip(wanted, begun, strict=True) if found]
+        for request, completion in zip(again, await all_of(players, again), strict=True):
+            first = request.tokens_begun
+            assert completion.spans == (VersionSpan(0, 0), VersionSpan(first, 1))
+            expected = teacher_forced(players, request, completion)
+            np.testing.assert_allclose(completion.logprobs[:first], expected[:first], atol=1e-3)
+            assert np.abs(completion.logprobs[first:] - expected[first:]).max() > 1e-2
 
     run(experiment(folder, server.url), play)
 

@@ -65,6 +65,7 @@ class FakeOptions:
     protocol: int = 1
     routed_experts: bool = False  # --enable-return-routed-experts
     keeps_cache: bool = False  # across updates, so that only the salts of the client part the versions
+    aborts: bool = True  # whether requests can be aborted
 
 
 class FakeVllm:
@@ -78,6 +79,7 @@ class FakeVllm:
         self.finished: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.live: dict[str, Sampled] = {}  # by vLLM's own request id
         self.running = 0
         self.peak = 0
         self.stale_hits = 0  # blocks of the prefix cache that other weights had computed than used them
@@ -204,6 +206,7 @@ class FakeVllm:
             "/weight_info": lambda: {"weight_version": self.label},
             "/weight_checker": lambda: {"checksums": self.checksums()},
             "/fake/stats": self.stats,
+            "/inference/v1/abort_requests": lambda: self._abort(body["request_ids"]),
         }
         return web.json_response(answers.get(request.path, dict)())
 
@@ -221,6 +224,14 @@ class FakeVllm:
             },
             **{"label": self.label, "paused": not self._resumed.is_set(), "world_size": 1},
         }
+
+    def _abort(self, names: list[str]) -> None:
+        """Those that run end with what they have; ids that nobody knows are no error."""
+        if not self.options.aborts:
+            raise Refusal(404, "404", "Not Found")
+        for name in names:
+            if (made := self.live.get(name)) and made.finish_reason is None:
+                made.finish_reason = "abort"
 
     def checksums(self) -> dict[str, str]:
         tensors = self.weights.tensors if self.weights else {}
@@ -310,6 +321,7 @@ class FakeVllm:
 
     async def _answered(self, request: web.Request, body: dict[str, Any], name: str) -> web.StreamResponse:
         made, usage = Sampled(), self._usage(body)
+        self.live[f"generate-tokens-{name}"] = made
         if not body.get("stream"):
             scores = None
             async for _ in self._tokens(body, made):
@@ -319,7 +331,8 @@ class FakeVllm:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for count in self._tokens(body, made):
-            event = {"request_id": name, "choices": [self._choice(body, made, count - 1)]}
+            first = count - (made.finish_reason != "abort")  # an abort brings no new token
+            event = {"request_id": name, "choices": [self._choice(body, made, first)]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         if (body.get("stream_options") or {}).get("include_usage"):
             last = {"request_id": name, "choices": [], "usage": usage(made)}
@@ -330,7 +343,10 @@ class FakeVllm:
 
     def _choice(self, body: dict[str, Any], made: Sampled, first: int) -> dict[str, Any]:
         choice = made.choice(first, made.finish_reason)
-        if self.options.routed_experts and made.finish_reason:  # all of them with the last token
+        if self.options.routed_experts and made.finish_reason in (
+            "stop",
+            "length",
+        ):  # an abort has none
             choice["routed_experts"] = as_vllm_writes(routed_experts([*body["token_ids"], *made.ids]))
         return choice
 
@@ -345,6 +361,9 @@ class FakeVllm:
                 await asyncio.sleep(self.options.token_ms / 1e3)
                 await self._thawed.wait()
                 await self._resumed.wait()
+                if made.finish_reason is not None:
+                    yield len(made.ids)
+                    return
                 fingerprint = self.fingerprint(body.get("model"))
                 made.add(*sampled(fingerprint, prompt, seed, len(made.ids), stop_ids), self.label)
                 if made.ids[-1] in stop_ids:

@@ -82,7 +82,12 @@ class RecordedEngine(StandInEngine):
         joined = join.result()
         self.copied += join.copied
         return self.completed(
-            request, joined.token_ids, joined.logprobs, payload.finish_reason, started, joined.experts
+            request,
+            joined.token_ids,
+            joined.logprobs,
+            payload.finish_reason,
+            time.perf_counter() - started,
+            joined.experts,
         )
 
 

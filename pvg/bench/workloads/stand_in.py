@@ -5,9 +5,7 @@ A subclass writes `generate`, and makes its completions with `completed`.
 
 from __future__ import annotations
 
-import time
-
-from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
+from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
 from pvg.weights import SyncTiming, WeightUpdate
 
@@ -38,28 +36,31 @@ class StandInEngine(Engine):
         token_ids: Int32,
         logprobs: Float32,
         finish_reason: FinishReason,
-        started: float,
+        service_s: float,
         routed_experts: RoutedExperts | None = None,
     ) -> Completion:
-        """The completion of a request that was begun at `started` (time.perf_counter), counted."""
-        service_s = time.perf_counter() - started
-        stats, prompt = self._stats, len(request.prompt_ids)
-        self._stats = EngineStats(
-            batches=stats.batches + 1,
-            rows=stats.rows + 1,
-            tokens=stats.tokens + len(token_ids),
-            seconds=stats.seconds + service_s,
-            prompt_tokens=stats.prompt_tokens + prompt,
-            prompt_tokens_computed=stats.prompt_tokens_computed + prompt,
-        )
+        """The completion of a request that has taken `service_s`, counted."""
+        self.count(request, len(token_ids), service_s)
         return Completion(
             request_id=request.id,
             token_ids=token_ids,
             logprobs=logprobs,
-            spans=(VersionSpan(0, self._version),),
+            spans=request.spans(len(token_ids), self._version),
             finish_reason=finish_reason,
-            timing=Timing(queued_s=0.0, service_s=service_s),
+            timing=request.timing(0.0, service_s),
             routed_experts=routed_experts,
+        )
+
+    def count(self, request: GenerationRequest, length: int, service_s: float) -> None:
+        """A request whose completion, or what there is of it, has `length` tokens now."""
+        stats, known = self._stats, len(request.known_ids)
+        self._stats = EngineStats(
+            batches=stats.batches + 1,
+            rows=stats.rows + 1,
+            tokens=stats.tokens + length - request.tokens_begun,
+            seconds=stats.seconds + service_s,
+            prompt_tokens=stats.prompt_tokens + known,
+            prompt_tokens_computed=stats.prompt_tokens_computed + known,
         )
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:

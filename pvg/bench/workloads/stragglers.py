@@ -1,15 +1,17 @@
-"""Stragglers: what waiting for the slowest rollout of a batch costs, and what a deadline or spo does about it.
+"""Stragglers: what waiting for the slowest rollout of a batch costs, and what can be done about it.
 
-    pvg bench --profile stragglers                # wait for all, a deadline, spo
+    pvg bench --profile stragglers                # wait for all, a deadline, partial rollouts, spo
     pvg bench --profile stragglers --interleave   # the same, their samples taken in turn
 
 The dispatcher and the credit are the product's; the engine and the trainer are stand-ins that only take time: rollouts
 of log-normal length (pvg.bench.workloads.stragglers_engine), and a trainer that takes `train_s` for a whole batch, less
 for one that was cut. Sampling and training take turns, as in the synchronous game: nothing hides one behind the other.
-All variants order the same rollouts, which take equally long in each.
+All variants order the same rollouts, which take equally long in each; with partial rollouts a sample goes on with what
+the one before has left unfinished, as a long run would.
 
 Rollouts and tokens per second count what was trained on. A deadline leaves out the longest: `length_kept` says how much
-shorter the rest is in the mean than what was ordered, which is what the speed is paid with.
+shorter the rest is in the mean than what was ordered, which is what the speed is paid with. Partial rollouts pay with
+`staleness`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -30,16 +33,18 @@ from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
-from pvg.game.statistics import cut_metrics
+from pvg.game.statistics import cut_metrics, staleness_metrics
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import BASE_SOURCE, Group
+from pvg.records import BASE_SOURCE, Group, Rollout
 from pvg.rollout.deadlines import training_deadline
-from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
+from pvg.rollout.partial import partial_sampling
 from pvg.sections import Count, Positive, Section
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
+from pvg.weights import WeightUpdate
 
 MEASURES: dict[str, Measure] = {
     "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled and trained on per second"),
@@ -48,6 +53,7 @@ MEASURES: dict[str, Measure] = {
     "batch_s": Measure("s", "lower", "mean time from a batch's first request to its last rollout"),
     "batch_rollouts": Measure("rollouts", "higher", "mean rollouts of a batch"),
     "tokens_lost": Measure("1", "lower", "share of the sampled tokens that belong to cancelled rollouts"),
+    "staleness": Measure("versions", "lower", "mean versions behind of the rollouts trained on, by their oldest token"),
 }
 
 
@@ -85,16 +91,12 @@ class Stragglers:
         self._experiment, self._own = experiment, own
         self._rollouts = experiment.training.groups * experiment.rollout.group_size
         self._kept: list[float] = []  # mean tokens of the rollouts that were kept, over the mean of all
+        self._oldest = 0.0  # versions that any of them was behind
 
     async def open(self) -> None:
         experiment, own = self._experiment, self._own
         rollout = experiment.rollout
         task, tokenizer = open_task(experiment.task), Tokenizer(modchain_tokenizer())
-        self._engine = HeavyTailedEngine(own.median_tokens / own.median_s, rollout.group_size, rollout.concurrency)
-        sampling = Sampling(own.median_tokens * own.longest, (tokenizer.eos_id,))
-        self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
-        render = prompt_renderer("tag", tokenizer)
-        self._orders = fixed_orders(experiment, task, render, self._rollouts, own.seed)
         self._lengths_BN = [
             drawn_lengths(
                 self._rollouts,
@@ -105,6 +107,17 @@ class Stragglers:
             )
             for batch in range(own.batches)
         ]
+        self._engine = HeavyTailedEngine(
+            np.concatenate(self._lengths_BN),
+            own.median_tokens / own.median_s,
+            rollout.group_size,
+            rollout.concurrency,
+        )
+        sampling = Sampling(own.median_tokens * own.longest, (tokenizer.eos_id,))
+        self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
+        render = prompt_renderer("tag", tokenizer)
+        self._orders = fixed_orders(experiment, task, render, self._rollouts, own.seed)
+        self._partial = partial_sampling(experiment, self._dispatcher)
 
     def work(self) -> dict[str, Any]:
         lengths = np.concatenate(self._lengths_BN)
@@ -117,54 +130,69 @@ class Stragglers:
 
     async def sample(self, index: int) -> dict[str, float]:
         started, sampled_s, batches = time.perf_counter(), 0.0, []
-        trained_s = 0.0
+        trained_s, behind = 0.0, 0.0
         for number in range(self._own.batches):
             with span("rollout"):
                 groups, seconds = await self._sampled(number)
             sampled_s += seconds
             batches.append(groups)
-            trained_s += await self._train(groups)
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            stale = staleness_metrics(rollouts, self._engine.version)
+            behind += stale["staleness"] * len(rollouts)
+            self._oldest = max(self._oldest, stale["staleness_max"])
+            trained_s += await self._train(rollouts)
         wall_s = time.perf_counter() - started
         cuts = [cut_metrics(groups) for groups in batches]
-        rollouts = sum(cut["rollouts"] for cut in cuts)
+        count = sum(cut["rollouts"] for cut in cuts)
         lost = sum(cut["tokens_lost"] for cut in cuts)
         kept = sum(len(r.completion_ids) for groups in batches for group in groups for r in group.rollouts)
-        self._kept.append(kept / rollouts / float(np.concatenate(self._lengths_BN).mean()))
+        self._kept.append(kept / count / float(np.concatenate(self._lengths_BN).mean()))
         return {
-            "rollouts_per_s": rollouts / wall_s,
+            "rollouts_per_s": count / wall_s,
             "tokens_per_s": kept / wall_s,
             "trainer_idle": 1.0 - trained_s / wall_s,
             "batch_s": sampled_s / self._own.batches,
-            "batch_rollouts": rollouts / self._own.batches,
+            "batch_rollouts": count / self._own.batches,
             "tokens_lost": lost / (lost + kept),
+            "staleness": behind / count,
         }
 
     async def _sampled(self, number: int) -> tuple[list[Group], float]:
-        self._engine.lengths_N = self._lengths_BN[number]
         started = time.perf_counter()
-        groups = await self._dispatcher.sample(
-            self._orders,
-            round_=0,
-            source=BASE_SOURCE,
-            step=number,
-            seed=self._own.seed,
-            prefix=f"{number:05d}",
-            deadline=training_deadline(self._experiment),
-        )
+        if self._partial is not None:
+            groups = await self._partial.sample(self._plan, number)
+        else:
+            orders, call = self._plan(number)
+            groups = await self._dispatcher.sample(
+                orders,
+                round_=call.round,
+                source=call.source,
+                step=call.step,
+                seed=call.seed,
+                prefix=call.prefix,
+                deadline=training_deadline(self._experiment),
+            )
         return groups, time.perf_counter() - started
 
-    async def _train(self, groups: list[Group]) -> float:
-        """Credit as the game gives it, and the time that a trainer would take; returns that."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+    def _plan(self, number: int) -> tuple[list[GroupOrder], Call]:
+        """The orders of a batch, numbered through all batches."""
+        first = number * len(self._orders)
+        orders = [replace(order, group=first + place) for place, order in enumerate(self._orders)]
+        return orders, Call(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
+
+    async def _train(self, rollouts: list[Rollout]) -> float:
+        """Credit as the game gives it, the time that a trainer would take, and the next version; returns the time."""
         with span("credit"):
             policy_batch(rollouts, drawn_rewards(rollouts, self._own.seed), self._experiment.training.loss)
         seconds = self._own.train_s * len(rollouts) / self._rollouts
         with span("forward_backward"):
             await asyncio.sleep(seconds)
+        await self._engine.load_weights(WeightUpdate(self._engine.version + 1, {}))
         return seconds
 
     def derived(self) -> dict[str, float]:
-        """`length_kept`: the mean length of the rollouts that were trained on, over that of all that were ordered."""
-        return {"length_kept": float(np.mean(self._kept))}
+        """`length_kept`: the mean length of the rollouts that were trained on, over that of all that were ordered;
+        `staleness_max`: versions by which the oldest of them was behind."""
+        return {"length_kept": float(np.mean(self._kept)), "staleness_max": self._oldest}
 
     async def close(self) -> None: ...

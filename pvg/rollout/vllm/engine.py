@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pvg.errors import (
@@ -32,7 +33,8 @@ from pvg.errors import (
     WeightsNotArrivedError,
 )
 from pvg.records import Float32, Int32, Timing, VersionSpan
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.vllm.cutting import Flight, Flights, joined, remainder
 from pvg.rollout.vllm.wire import (
     GENERATE,
     Generated,
@@ -118,6 +120,7 @@ class VllmEngine(Engine):
         self._caught_up: dict[Server, tuple[Delivery, float | None]] = {}  # the last time, with the canary's gap
         self._update: asyncio.Task[SyncTiming] | None = None  # the newest
         self._labels_in_use: Counter[str] = Counter()
+        self._flights = Flights()
         self._stats = EngineStats()
         self._in_flight = 0
         self._in_flight_since = 0.0
@@ -159,7 +162,8 @@ class VllmEngine(Engine):
         self._enter()
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._with_retries(request)
+                with self._flights.take_off(request) as flight:
+                    return await self._with_retries(flight)
         except TimeoutError:
             raise RolloutFailedError(
                 f"Rollout {request.id} was not finished within rollout.deadline_s = {self._deadline_s:g}.",
@@ -168,12 +172,18 @@ class VllmEngine(Engine):
         finally:
             self._leave()
 
-    async def _with_retries(self, request: GenerationRequest) -> Completion:
-        called, last = time.perf_counter(), None
+    def cut(self, request_ids: Collection[str]) -> None:
+        """End these requests on their servers, which hand back what they have."""
+        self._flights.cut(request_ids)
+
+    async def _with_retries(self, flight: Flight) -> Completion:
+        called, last, request = time.perf_counter(), None, flight.request
         for attempt in range(1, self._section.retries + 2):
-            server = await self._fleet.acquire(avoid=last)
+            flight.server = server = await self._fleet.acquire(avoid=last)
+            if flight.cut:
+                raise CutShort(request.begun)
             try:
-                return await self._ask(server, request, called)
+                return await self._ask(server, flight, called)
             except ServerFault as fault:
                 if isinstance(fault, Refused) and fault.status < 500 and not self._adapter_is_missing(fault):
                     raise ConfigurationError(
@@ -181,6 +191,7 @@ class VllmEngine(Engine):
                         "The server serves another model or a shorter context than the experiment's.",
                     ) from None
                 failed, last = fault, server
+            flight.server = None
             self._fleet.report(server, failed)
             place = {"request": request.id, "server": server.url, "attempt": attempt}
             self._events.event("gen", event="retry", **place, why=str(failed))
@@ -191,13 +202,17 @@ class VllmEngine(Engine):
             "Look at that server's log; serving.retries says how often a request is tried again.",
         )
 
-    async def _ask(self, server: Server, request: GenerationRequest, called: float) -> Completion:
-        sent, label, version = time.perf_counter(), server.label, self._version
+    async def _ask(self, server: Server, flight: Flight, called: float) -> Completion:
+        """Raises CutShort for one that was cut in time."""
+        request, sent = flight.request, time.perf_counter()
+        label, version = server.label, self._version
         self._labels_in_use[label] += 1
         try:
-            generated = await server.attempt(self._exchange(server, request, label))
+            generated = await server.attempt(self._exchange(server, flight, label))
         finally:
             self._labels_in_use[label] -= 1
+        if flight.failure is not None:
+            raise flight.failure
         spans = self._spans(server, generated, label, version)
         if self._needs.routed_experts and generated.routed_experts is None:
             raise ConfigurationError(
@@ -212,17 +227,23 @@ class VllmEngine(Engine):
             + generated.prompt_tokens
             - generated.cached_tokens,
         )
+        timing = Timing(queued_s=sent - called, service_s=time.perf_counter() - sent)
+        sampled = Begun(generated.token_ids, generated.logprobs, spans, timing) if len(generated.token_ids) else None
+        whole = joined(request, sampled)
+        if generated.finish_reason == "abort" or whole is None:
+            raise CutShort(whole)
         return Completion(
             request_id=request.id,
-            token_ids=generated.token_ids,
-            logprobs=generated.logprobs,
-            spans=spans,
+            token_ids=whole.token_ids,
+            logprobs=whole.logprobs,
+            spans=whole.spans,
             finish_reason=generated.finish_reason,
-            timing=Timing(queued_s=sent - called, service_s=time.perf_counter() - sent),
+            timing=whole.timing,
             routed_experts=generated.routed_experts if self._needs.routed_experts else None,
         )
 
-    async def _exchange(self, server: Server, request: GenerationRequest, label: str) -> Generated:
+    async def _exchange(self, server: Server, flight: Flight, label: str) -> Generated:
+        request = remainder(flight.request)
         url, streamed = server.url + GENERATE, request.on_tokens is not None
         # While an update is on its way, nobody knows which weights will compute this prompt: nobody else may reuse it.
         shared = self._section.share_prefix and server.settled
@@ -232,12 +253,13 @@ class VllmEngine(Engine):
         )
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline is around all attempts
-            return await self._read(len(reply.body), lambda: read_generated(reply.json(), url))
+            cut = flight.cut
+            return await self._read(len(reply.body), lambda: read_generated(reply.json(), url, cut=cut))
         stretch = Stretch(url)
         async with self._pool.events(url, body, timeout_s=None) as events:
             async for event in events:
                 request.on_tokens(stretch.feed(event))
-        return await self._read(len(stretch.experts or ""), stretch.finish)
+        return await self._read(len(stretch.experts or ""), partial(stretch.finish, cut=flight.cut))
 
     async def _read(self, size: int, read: Callable[[], Generated]) -> Generated:
         """Short replies at once; a long one would hold the loop for as long as it takes to read."""
@@ -453,6 +475,7 @@ class VllmEngine(Engine):
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
             rest.callback(self._reading.shutdown, wait=False)
             rest.push_async_callback(self._control_pool.close)
+            rest.push_async_callback(self._flights.close)
             rest.push_async_callback(self._pool.close)
             rest.push_async_callback(self._transport.close)
             await self._fleet.close()

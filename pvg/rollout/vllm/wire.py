@@ -12,7 +12,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Generated:
 
     token_ids: Int32
     logprobs: Float32
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["abort"]  # the latter where it was asked for
     labels: tuple[tuple[int, str], ...]
     prompt_tokens: int
     cached_tokens: int
@@ -78,12 +78,12 @@ def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any
     return body
 
 
-def read_generated(found: Any, url: str) -> Generated:
-    """A whole reply. Raises Malformed, or Broken for a request that the server aborted."""
+def read_generated(found: Any, url: str, *, cut: bool = False) -> Generated:
+    """A whole reply. Raises Malformed, or Broken for a request that the server aborted and nobody has `cut`."""
     choice = _only_choice(found, url)
     stretch = Stretch(url)
     stretch.take(choice)
-    return stretch.finish(_usage(found, url))
+    return stretch.finish(_usage(found, url), cut=cut)
 
 
 @dataclass(slots=True)
@@ -130,20 +130,21 @@ class Stretch:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.experts = choice.get("routed_experts") or self.experts
 
-    def finish(self, usage: tuple[int, int] | None = None) -> Generated:
+    def finish(self, usage: tuple[int, int] | None = None, *, cut: bool = False) -> Generated:
         usage = usage or self.usage
-        if self.finish_reason == "abort":
+        aborted = self.finish_reason == "abort"
+        if aborted and not cut:
             raise Broken(self.url, "the server aborted the request")
-        if self.finish_reason not in ("stop", "length"):
+        if not aborted and self.finish_reason not in ("stop", "length"):
             raise Malformed(self.url, f"a completion that ended by {self.finish_reason!r}")
-        if not self.token_ids or usage is None:
+        if usage is None or not (self.token_ids or aborted):
             raise Malformed(self.url, "a completion without tokens" if usage else "a completion without usage")
-        if not self.labels or self.labels[0][0] != 0:
+        if self.token_ids and (not self.labels or self.labels[0][0] != 0):
             raise Malformed(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
         return Generated(
             token_ids=np.asarray(self.token_ids, dtype=np.int32),
             logprobs=np.asarray(self.logprobs, dtype=np.float32),
-            finish_reason="stop" if self.finish_reason == "stop" else "length",
+            finish_reason="abort" if aborted else "stop" if self.finish_reason == "stop" else "length",
             labels=tuple(self.labels),
             prompt_tokens=usage[0],
             cached_tokens=usage[1],

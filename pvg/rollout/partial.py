@@ -1,0 +1,256 @@
+"""Partial rollouts: what a deadline cuts goes on under the next version of the policy instead of being thrown away.
+
+    partial = partial_sampling(experiment, dispatcher)      # None without rollout.partial
+    groups = await partial.sample(plan, step=0)             # the groups that are complete; the others are carried
+    ...                                                     # the trainer's step; the engine gets the next version
+    groups = await partial.sample(plan, step=1)             # the carried ones first, and fewer new ones
+
+The clock of a call starts with its first request. When its time is up and enough rollouts stand in complete groups, all
+others are cut: the engine hands back their tokens, log-probs and versions, and they begin with these in the next call.
+A group is carried whole, its finished members with it, and is handed over when it is complete. So its mean is over the
+group as it was ordered; were the fast members used at once, they would be compared with each other alone, and the slow
+ones later with nobody. (Kimi k1.5, arXiv 2501.12599, keeps the unfinished parts of long rollouts for later iterations;
+APRIL, arXiv 2509.18521, carries groups that are not complete when a batch is full, and loses no token.) spo, which
+takes no statistics of groups, is handed each rollout by itself.
+
+A carried group grows old. `versions` bounds how far its oldest token may be behind the policy that samples for it; then
+it is used with those that are finished, if they are two or more, and the rest is given up and counted.
+
+Invariants: every rollout that was ordered is handed over once, or counted once as cancelled, or is carried, or was in
+this process when it was killed: none of these is recorded, so none is recorded twice. Order n of a phase is entry
+n % groups of what batch n // groups orders without this, with its ids and seeds; so no id is used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pvg.records import Group, Rollout
+from pvg.rollout.deadlines import Deadline, training_deadline
+from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
+from pvg.rollout.engine import Begun, CutShort, Engine
+
+if TYPE_CHECKING:
+    from pvg.experiment import Experiment
+
+LEAST_OF_GROUP = 2  # to take a mean of
+
+# What batch b of the phase orders, and its call.
+Plan = Callable[[int], tuple[Sequence[GroupOrder], Call]]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Rollouts that are handed over together: those at `indices` of order `number` of the phase."""
+
+    number: int
+    order: GroupOrder
+    call: Call
+    indices: tuple[int, ...]
+    finished: dict[int, Rollout] = field(default_factory=dict)
+    begun: dict[int, Begun] = field(default_factory=dict)
+    finishes: list[float] = field(default_factory=list)  # in the present call
+
+    @property
+    def complete(self) -> bool:
+        return len(self.finished) == len(self.indices)
+
+    @property
+    def tokens_begun(self) -> int:
+        return sum(len(begun.token_ids) for begun in self.begun.values())
+
+    def behind(self, version: int) -> int:
+        """Versions from its oldest token to `version`; 0 where there is no token yet."""
+        versions = [rollout.version for rollout in self.finished.values()]
+        versions += [begun.version for begun in self.begun.values()]
+        return version - min(versions, default=version)
+
+    def group(self, kept: Sequence[Rollout]) -> Group:
+        """With `kept`; the others of it are given up."""
+        tokens = self.tokens_begun + sum(len(rollout.completion_ids) for rollout in self.finished.values())
+        return Group(
+            self.order.problem,
+            self.order.role,
+            tuple(kept),
+            spread_s=max(self.finishes) - min(self.finishes) if self.finishes else 0.0,
+            cancelled=len(self.indices) - len(kept),
+            lost_tokens=tokens - sum(len(rollout.completion_ids) for rollout in kept),
+        )
+
+
+class _Cut:
+    """Cuts what is unfinished when the time is up and `least` rollouts stand in complete units, whichever is later."""
+
+    def __init__(self, deadline: Deadline, engine: Engine) -> None:
+        self._deadline = deadline
+        self._engine = engine
+        self._timer: asyncio.TimerHandle | None = None
+        self._late = False
+        self._complete = 0
+        self.asked: set[str] = set()  # of the engine, by id
+        self.done = False
+
+    def begin(self) -> None:
+        """The first request is about to be made; later calls change nothing."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def ended(self, unit: _Unit) -> None:
+        """One of its rollouts has ended."""
+        if unit.complete:
+            self._complete += len(unit.indices)
+            self._cut_if_enough()
+
+    def _expire(self) -> None:
+        self._late = True
+        self._cut_if_enough()
+
+    def _cut_if_enough(self) -> None:
+        if self._late and not self.done and self._complete >= self._deadline.least:
+            self.done = True
+            self._engine.cut(self.asked)
+
+
+class PartialSampling:
+    """Keeps `groups` groups of `size` in the engine; where carried rollouts are no whole number of groups, the last one
+    makes it somewhat more. `whole`: groups are handed over whole; else each rollout by itself. See the module.
+
+    `metrics` are those of the newest batch.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, deadline: Deadline, *, versions: int, groups: int, size: int, whole: bool
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._deadline = deadline
+        self._versions = versions
+        self._groups = groups
+        self._size = size
+        self._whole = whole
+        self._ordered = 0
+        self._carried: list[_Unit] = []
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def carried(self) -> int:
+        """Rollouts that wait for the next batch, finished or not."""
+        return sum(len(unit.indices) for unit in self._carried)
+
+    async def sample(self, plan: Plan, step: int) -> list[Group]:
+        """The groups that are complete, those that waited longest first. Those that were given up are among them, with
+        what is left of them, perhaps nothing. `plan` gives the `groups` orders of each batch; `Rollout.group` numbers
+        them through, and `Rollout.step` is the `step` of the call in which a rollout was ordered.
+
+        If a rollout fails or the caller is cancelled, all others are stopped, and what was carried is lost.
+        """
+        version = self._dispatcher.engine.version
+        units, self._carried = self._carried, []
+        given_up = [unit for unit in units if unit.behind(version) > self._versions]
+        units = [unit for unit in units if unit.behind(version) <= self._versions]
+        continued = sum(unit.tokens_begun for unit in units)
+        units += self._new(plan, step, sum(len(unit.indices) for unit in units))
+        await self._play(units)
+        groups = [unit.group(()) for unit in given_up]
+        version = self._dispatcher.engine.version
+        for unit in units:
+            if unit.complete:
+                groups.append(unit.group([unit.finished[index] for index in unit.indices]))
+            elif unit.behind(version) >= self._versions:  # the next version would be too far
+                left = [unit.finished[index] for index in sorted(unit.finished)]
+                groups.append(unit.group(left if len(left) >= LEAST_OF_GROUP else ()))
+            else:
+                self._carried.append(unit)
+        self.metrics = {"groups_carried": float(len(self._carried)), "tokens_continued": float(continued)}
+        return groups
+
+    def _new(self, plan: Plan, step: int, there: int) -> list[_Unit]:
+        """The next orders, beside `there` rollouts that are carried."""
+        first = self._ordered
+        self._ordered += max(0, -(-(self._groups * self._size - there) // self._size))
+        batches = {number: plan(number) for number in _batches(first, self._ordered, self._groups)}
+        units = []
+        for number in range(first, self._ordered):
+            orders, call = batches[number // self._groups]
+            order, call = orders[number % self._groups], replace(call, step=step)
+            indices = tuple(range(order.size))
+            parts = [indices] if self._whole else [(index,) for index in indices]
+            units += [_Unit(number, order, call, part) for part in parts]
+        return units
+
+    async def _play(self, units: Sequence[_Unit]) -> None:
+        """Until all that is unfinished has finished, or was cut."""
+        cut = _Cut(self._deadline, self._dispatcher.engine)
+        bound = asyncio.Semaphore(self._dispatcher.concurrency)  # first come, first served
+
+        async def one(unit: _Unit, index: int) -> None:
+            async with AsyncExitStack() as place:
+                await place.enter_async_context(bound)
+                if cut.done:
+                    return  # it was never asked for in this call
+                cut.begin()
+                name = unit.call.rollout_id(unit.order, index)
+                cut.asked.add(name)
+                try:
+                    rollout = await self._dispatcher.rollout(
+                        unit.order, index, unit.call, leave=place.aclose, begun=unit.begun.get(index)
+                    )
+                except CutShort as short:
+                    if short.begun is not None:
+                        unit.begun[index] = short.begun
+                    return
+                finally:
+                    cut.asked.discard(name)
+            unit.finished[index] = replace(rollout, group=unit.number)  # two batches number their groups alike
+            unit.begun.pop(index, None)
+            unit.finishes.append(time.perf_counter())
+            cut.ended(unit)
+
+        for unit in units:
+            unit.finishes.clear()
+        try:
+            await all_or_none(
+                [asyncio.create_task(one(unit, index)) for index in unit.indices if index not in unit.finished]
+                for unit in units
+            )
+        finally:
+            cut.stop()
+
+    # --- over a kill -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, int]:
+        """For `load_state`. Carried rollouts are not in it: they were never committed."""
+        return {"ordered": self._ordered, "carried": self.carried}
+
+    def load_state(self, state: dict[str, int]) -> int:
+        """Go on with the order after the last one; returns the rollouts that were carried then and are lost."""
+        self._ordered = state["ordered"]
+        return state["carried"]
+
+
+def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialSampling | None:
+    """That of the prover's training, where rollout.partial asks for it."""
+    deadline = training_deadline(experiment)
+    if not experiment.rollout.partial or deadline is None:
+        return None
+    return PartialSampling(
+        dispatcher,
+        deadline,
+        versions=experiment.rollout.partial_versions,
+        groups=experiment.training.groups,
+        size=experiment.rollout.group_size,
+        whole=experiment.training.loss != "spo",
+    )
+
+
+def _batches(first: int, end: int, groups: int) -> range:
+    """The batches that orders `first` to `end` belong to."""
+    return range(first // groups, -(-end // groups)) if end > first else range(0)

@@ -1,0 +1,222 @@
+"""A completion that is cut short and continued is the one that was never cut, and each token keeps its own version."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_continuous_batching import StepGate
+from test_torch_engine import Gate, turns
+from tiny_policies import generate, prompts, requests, teacher_forced, tiny_llama, tiny_model, with_engine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from tiny_experts import tiny_experts
+
+from pvg.errors import ConfigurationError, StateError
+from pvg.records import Timing, VersionSpan
+from pvg.rollout.engine import Begun, Completion, CutShort, Engine, GenerationRequest, Sampling, check_request
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.weights import WeightUpdate
+
+LONG = Sampling(24, (1,))
+WAYS = {
+    "lean, continuous": {},
+    "lean, whole batches": {"continuous": False},
+    "module": {"lean": False},
+    "module, nothing saved": {"lean": False, "compaction": False, "shared_prefill": False},
+}
+
+
+def begun_of(completion: Completion, tokens: int) -> Begun:
+    return Begun(completion.token_ids[:tokens], completion.logprobs[:tokens], completion.spans)
+
+
+def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+        assert (one.request_id, one.finish_reason) == (other.request_id, other.finish_reason)
+
+
+@pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
+def test_what_is_continued_from_anywhere_is_what_was_never_cut(switches: dict[str, bool]) -> None:
+    # Prompts of many lengths, cut after 1 token to all but the last; every third goes on beside rows that are whole.
+    wanted = requests(prompts(40), LONG)
+    whole = generate(wanted, **switches)
+    assert {completion.finish_reason for completion in whole} == {"stop", "length"}
+    random = np.random.default_rng(0)
+    again = [
+        request
+        if number % 3 == 0 or len(completion.token_ids) == 1
+        else replace(request, begun=begun_of(completion, int(random.integers(1, len(completion.token_ids)))))
+        for number, (request, completion) in enumerate(zip(wanted, whole, strict=True))
+    ]
+    same(generate(again, max_rows=16, **switches), whole)
+
+
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "module"])
+def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
+    lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = requests(prompts(6), Sampling(12, ()))
+    # Two rows are cut in the middle and one in the queue; the others do not notice.
+    cut = {"r1", "r4", "r5"}
+    undisturbed = {completion.request_id: completion for completion in generate(wanted, lean=lean)}
+    model, newer = tiny_model(), tiny_llama(seed=9)
+    gate = StepGate(monkeypatch, hold=5) if lean else Gate(model.module, step=5)
+
+    async def use(engine: TorchEngine) -> None:
+        tasks = {r.id: asyncio.create_task(engine.generate(r)) for r in wanted}
+        await gate.reached()
+        engine.cut(cut)
+        with pytest.raises(CutShort) as waited:
+            await tasks["r5"]
+        assert waited.value.begun is None
+        await turns()
+        gate.open()
+        begun: dict[str, Begun] = {}
+        for name in ("r1", "r4"):
+            with pytest.raises(CutShort) as short:
+                await tasks[name]
+            assert short.value.begun is not None
+            begun[name] = short.value.begun
+        same([await tasks[name] for name in ("r0", "r2", "r3")], [undisturbed[n] for n in ("r0", "r2", "r3")])
+        for name, found in begun.items():
+            assert len(found.token_ids) == 5
+            np.testing.assert_array_equal(found.token_ids, undisturbed[name].token_ids[:5])
+            np.testing.assert_allclose(found.logprobs, undisturbed[name].logprobs[:5], atol=2e-5)
+            assert found.spans == (VersionSpan(0, 0),)
+            assert found.version == 0
+            assert found.timing.service_s > 0
+        assert engine.stats.tokens == 3 * 12 + 2 * 5
+        engine.cut(["r1", "nobody"])  # neither is there
+
+        await engine.load_weights(WeightUpdate(1, dict(newer.state_dict()), "t"))
+        request = replace(wanted[1], begun=begun["r1"])
+        completion = await engine.generate(request)
+        assert completion.spans == (VersionSpan(0, 0), VersionSpan(5, 1))
+        np.testing.assert_array_equal(completion.logprobs[:5], begun["r1"].logprobs)  # as they were sampled
+        assert len(completion.token_ids) == 12
+        expected = teacher_forced(newer, request.prompt_ids, completion.token_ids, request.sampling)
+        np.testing.assert_allclose(completion.logprobs[5:], expected[5:], atol=1e-4)
+        assert engine.stats.tokens == 3 * 12 + 2 * 5 + 7
+        assert completion.timing.service_s > begun["r1"].timing.service_s
+        third = replace(wanted[4], begun=Begun(begun["r4"].token_ids, begun["r4"].logprobs, begun["r4"].spans))
+        assert (await engine.generate(third)).spans == (VersionSpan(0, 0), VersionSpan(5, 1))
+
+    with_engine(use, model=model, lean=lean, max_rows=5)
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["shared", "alone"])
+def test_what_is_continued_keeps_the_experts_it_was_sampled_with(saved: bool) -> None:
+    # Prompts of one token among them: then nothing but what the request begins with is prefilled.
+    wanted = requests(prompts(16), LONG)
+
+    def sampled(asked: Sequence[GenerationRequest]) -> list[Completion]:
+        model = tiny_model(module=tiny_experts())
+        return generate(asked, model=model, compaction=saved, shared_prefill=saved, routed_experts=True)
+
+    def experts_of(completion: Completion) -> np.ndarray:
+        assert completion.routed_experts is not None
+        return completion.routed_experts
+
+    whole = sampled(wanted)
+    ends = [len(completion.token_ids) // 2 for completion in whole]
+    assert sum(end > 0 for end in ends) > 8
+    for marked in (False, True):
+        again = []
+        for request, completion, end in zip(wanted, whole, ends, strict=True):
+            known = experts_of(completion)[: len(request.prompt_ids) + end - 1]
+            begun = replace(begun_of(completion, end), routed_experts=np.full_like(known, 9) if marked else known)
+            again.append(replace(request, begun=begun) if end else request)
+        found = sampled(again)
+        same(found, whole)
+        for request, completion, other, end in zip(wanted, found, whole, ends, strict=True):
+            expected = experts_of(other).copy()
+            if marked and end:
+                expected[: len(request.prompt_ids) + end - 1] = 9  # never those that the model chooses now
+            np.testing.assert_array_equal(experts_of(completion), expected)
+
+
+def test_a_cut_hands_back_the_experts_too() -> None:
+    model = tiny_model(module=tiny_experts())
+    (request,) = requests(prompts(1, shortest=3), Sampling(12, ()))
+    gate = Gate(model.module, step=5)
+
+    async def use(engine: TorchEngine) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await gate.reached()
+        engine.cut([request.id])
+        await turns()
+        gate.open()
+        with pytest.raises(CutShort) as short:
+            await task
+        begun = short.value.begun
+        assert begun is not None
+        assert begun.routed_experts is not None
+        assert len(begun.routed_experts) == len(request.prompt_ids) + len(begun.token_ids) - 1
+        completion = await engine.generate(replace(request, begun=begun))
+        assert completion.routed_experts is not None
+        assert len(completion.routed_experts) == len(request.prompt_ids) + 12 - 1
+        with pytest.raises(ConfigurationError, match="no unfinished completion"):
+            check_request(replace(request, begun=replace(begun, routed_experts=begun.routed_experts[1:])))
+
+    with_engine(use, model=model, lean=False, routed_experts=True)
+
+
+def test_a_completion_cut_twice_under_one_version_has_one_span_of_it() -> None:
+    request = GenerationRequest("r", np.array([3], np.int32), LONG, 1)
+    assert request.spans(4, 7) == (VersionSpan(0, 7),)
+    begun = Begun(np.array([4, 5, 6], np.int32), np.zeros(3, np.float32), (VersionSpan(0, 2), VersionSpan(2, 7)))
+    continued = replace(request, begun=begun)
+    assert continued.known_ids.tolist() == [3, 4, 5, 6]
+    assert continued.spans(9, 7) == begun.spans
+    assert continued.spans(9, 8) == (VersionSpan(0, 2), VersionSpan(2, 7), VersionSpan(3, 8))
+    assert continued.spans(3, 8) == begun.spans  # nothing more was sampled
+    assert begun.version == 2
+    timed = replace(request, begun=replace(begun, timing=Timing(1.0, 2.0)))
+    assert timed.timing(0.5, 0.25) == Timing(1.5, 2.25)
+
+
+def beginning(ids: list[int], spans: Sequence[tuple[int, int]] = ((0, 0),), logprobs: int | None = None) -> Begun:
+    count = len(ids) if logprobs is None else logprobs
+    found = tuple(VersionSpan(*span) for span in spans)
+    return Begun(np.array(ids, np.int32), np.zeros(count, np.float32), found)
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        beginning([]),
+        beginning([5] * 24),
+        beginning([5, 1]),
+        beginning([5, 6], logprobs=1),
+        beginning([5, 6], spans=()),
+        beginning([5, 6], spans=[(1, 0)]),
+        beginning([5, 6], spans=[(0, 0), (2, 1)]),
+    ],
+    ids=["nothing", "all of it", "ended", "log-probs missing", "no version", "from later on", "of later tokens"],
+)
+def test_what_is_no_unfinished_completion_is_refused(begun: Begun) -> None:
+    request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, begun=begun)
+    with pytest.raises(ConfigurationError, match="what it begins with is no unfinished completion"):
+        check_request(request)
+
+
+def test_tokens_outside_the_vocabulary_are_refused_in_a_beginning_too() -> None:
+    (request,) = requests(prompts(1), LONG)
+    with pytest.raises(ConfigurationError, match="outside the model's vocabulary"):
+        generate([replace(request, begun=beginning([999]))])
+
+
+def test_an_engine_that_cannot_hand_back_says_so() -> None:
+    class Other(Engine):
+        pass
+
+    with pytest.raises(StateError, match="hands back no unfinished completions"):
+        Other().cut(["r"])

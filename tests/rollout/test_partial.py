@@ -1,0 +1,293 @@
+"""Partial rollouts: nothing that was ordered is lost or comes twice, and nothing is trained on that is too old."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_deadlines import TOKENIZER, AnyTask
+from virtual_time import run_in_virtual_time
+
+from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine
+from pvg.errors import StateError
+from pvg.records import Grade, Group, Problem, Role, VersionSpan
+from pvg.rollout.deadlines import Deadline
+from pvg.rollout.dispatcher import BEGUN_AT_A_TIME, Call, Dispatcher, GroupOrder
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.partial import PartialSampling
+from pvg.weights import WeightUpdate
+
+
+class Game:
+    """`groups` groups of `size`, whose rollouts have `lengths` tokens, one a second, in the order of their numbers."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        groups: int,
+        size: int,
+        seconds: float,
+        least: int = 1,
+        versions: int = 4,
+        whole: bool = True,
+        concurrency: int = 1000,
+    ) -> None:
+        self.engine = HeavyTailedEngine(np.array(lengths), 1.0, size, 1000)
+        self.groups, self.size = groups, size
+        self.dispatcher = Dispatcher(self.engine, AnyTask(), TOKENIZER, Sampling(999, (1,)), concurrency)  # type: ignore[arg-type]
+        deadline = Deadline(seconds, least, "batch")
+        self.partial = PartialSampling(
+            self.dispatcher, deadline, versions=versions, groups=groups, size=size, whole=whole
+        )
+        self.batch = 0
+
+    def plan(self, batch: int) -> tuple[list[GroupOrder], Call]:
+        first, prompt = batch * self.groups, TOKENIZER.encode("H1+1?")
+        orders = [
+            GroupOrder(Problem(f"p{batch}-{g}", "1+1?", "2"), Role.HELPFUL, prompt, first + g, self.size)
+            for g in range(self.groups)
+        ]
+        return orders, Call(0, "base", batch, batch, f"b{batch}")
+
+    async def next(self) -> list[Group]:
+        """A batch, and then the next version."""
+        number, self.batch = self.batch, self.batch + 1
+        groups = await self.partial.sample(self.plan, number)
+        await self.engine.load_weights(WeightUpdate(self.engine.version + 1, {}))
+        assert len(asyncio.all_tasks()) == 1
+        return groups
+
+
+def batches(game: Game, count: int) -> list[list[Group]]:
+    async def work() -> list[list[Group]]:
+        return [await game.next() for _ in range(count)]
+
+    found: list[list[Group]] = run_in_virtual_time(work())
+    return found
+
+
+def names(groups: Sequence[Group]) -> list[list[str]]:
+    return [[rollout.id for rollout in group.rollouts] for group in groups]
+
+
+def test_a_group_goes_on_under_the_next_version_and_takes_only_the_time_that_is_left() -> None:
+    game = Game([1, 2, 1, 8, 3, 1, 2, 2, 1, 1], groups=2, size=2, seconds=3.5)
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        (first,) = await game.next()
+        assert loop.time() == 3.5
+        assert [rollout.id for rollout in first.rollouts] == ["b0/00000/00", "b0/00000/01"]
+        assert game.partial.metrics == {"groups_carried": 1.0, "tokens_continued": 0.0}
+        assert game.partial.carried == 2
+        (second,) = await game.next()  # one new group beside it; that one is complete
+        assert loop.time() == 7.0
+        assert [rollout.id for rollout in second.rollouts] == ["b1/00002/00", "b1/00002/01"]
+        assert game.partial.metrics == {"groups_carried": 1.0, "tokens_continued": 3.0}
+        third = await game.next()
+        assert names(third) == [["b0/00001/00", "b0/00001/01"], ["b1/00003/00", "b1/00003/01"]]
+        assert [rollout.step for group in third for rollout in group.rollouts] == [0, 0, 2, 2]
+        assert loop.time() == 7.0 + 2.0  # 8 tokens: 3, 3 and 2; then nothing is left to wait for
+        early, late = third[0].rollouts
+        assert early.spans == (VersionSpan(0, 0),)
+        assert late.spans == (VersionSpan(0, 0), VersionSpan(3, 1), VersionSpan(6, 2))
+        assert (len(late.completion_ids), late.version, late.step) == (8, 0, 0)
+        assert (third[0].cancelled, third[0].lost_tokens, third[0].spread_s) == (0, 0, 0.0)
+        assert game.partial.carried == 0
+
+    run_in_virtual_time(work())
+
+
+def test_a_batch_with_too_few_waits_until_it_has_them() -> None:
+    # After 1.5 s no group is complete; the second is after 4 s, the third after 6 s.
+    lengths = [1, 9, 1, 4, 1, 6]
+    (found,) = batches(Game(lengths, groups=3, size=2, seconds=1.5, least=3), 1)
+    assert names(found) == [["b0/00001/00", "b0/00001/01"], ["b0/00002/00", "b0/00002/01"]]
+
+
+def test_where_no_mean_is_taken_each_rollout_comes_by_itself() -> None:
+    game = Game([1, 5, 2, 2, 1, 1, 1, 1], groups=2, size=2, seconds=3.5, whole=False)
+    first, second = batches(game, 2)
+    assert names(first) == [["b0/00000/00"], ["b0/00001/00"], ["b0/00001/01"]]
+    # Beside the one rollout that is carried, as many groups of two as make the batch at least as large as it was.
+    assert names(second)[0] == ["b0/00000/01"]
+    assert names(second)[1:] == [["b1/00002/00"], ["b1/00002/01"], ["b1/00003/00"], ["b1/00003/01"]]
+    assert second[0].rollouts[0].spans == (VersionSpan(0, 0), VersionSpan(3, 1))
+
+
+def test_a_rollout_that_is_graded_has_left_its_place_to_the_next() -> None:
+    # One place, and grading takes 10 s: the second rollout is sampled meanwhile, and so is graded 1 s later.
+    game = Game([1, 1], groups=1, size=2, seconds=100, concurrency=1)
+    grade = game.dispatcher._grader.grade
+
+    async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
+        await asyncio.sleep(10)
+        return await grade(problem, completion)
+
+    async def work() -> None:
+        game.dispatcher._grader.grade = slowly  # type: ignore[method-assign]
+        (group,) = await game.next()
+        assert (asyncio.get_running_loop().time(), len(group.rollouts)) == (12.0, 2)
+
+    run_in_virtual_time(work())
+
+
+def test_what_is_being_graded_when_the_time_is_up_is_whole() -> None:
+    # Sampled after 1 s and 2 s; grading takes 10 s. At 2.5 s nothing is complete: the cut waits for the first group.
+    game = Game([1, 2, 1, 99], groups=2, size=2, seconds=2.5, least=2)
+    grade = game.dispatcher._grader.grade
+
+    async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
+        await asyncio.sleep(10)
+        return await grade(problem, completion)
+
+    async def work() -> None:
+        game.dispatcher._grader.grade = slowly  # type: ignore[method-assign]
+        (group,) = await game.next()
+        assert (asyncio.get_running_loop().time(), names([group])) == (12.0, [["b0/00000/00", "b0/00000/01"]])
+        assert game.partial.carried == 2
+        assert sum(unit.tokens_begun for unit in game.partial._carried) == 12
+
+    run_in_virtual_time(work())
+
+
+def test_many_rollouts_begin_over_several_turns_of_the_loop() -> None:
+    game = Game([1], groups=300, size=2, seconds=100)
+
+    async def work() -> None:
+        sampling = asyncio.create_task(game.partial.sample(game.plan, 0))
+        seen = []
+        for _ in range(8):
+            await asyncio.sleep(0)
+            seen.append(len(game.engine._running))
+        assert 0 < next(count for count in seen if count) <= BEGUN_AT_A_TIME + 2
+        assert seen[-1] == 600
+        assert len(await sampling) == 300
+
+    run_in_virtual_time(work())
+
+
+def test_a_group_that_grows_too_old_is_used_with_what_is_finished_or_given_up() -> None:
+    # Of three groups, one is complete, one has two finished, one has one. Two batches of 3 s each, then it is over.
+    lengths = [1, 1, 1, 1, 2, 99, 3, 99, 99, *[1] * 99]
+    game = Game(lengths, groups=3, size=3, seconds=3.5, versions=1)
+    first, second = batches(game, 2)
+    assert names(first) == [["b0/00000/00", "b0/00000/01", "b0/00000/02"]]
+    assert names(second) == [["b0/00001/00", "b0/00001/01"], [], ["b1/00003/00", "b1/00003/01", "b1/00003/02"]]
+    assert [(group.cancelled, group.lost_tokens) for group in second] == [(1, 6), (3, 3 + 6 + 6), (0, 0)]
+    assert game.partial.carried == 0
+
+
+def test_what_has_grown_too_old_between_two_batches_is_not_asked_for() -> None:
+    game = Game([1, 1, 1, 9, 1, 1, 1, 1], groups=2, size=2, seconds=3.5, versions=2)
+
+    async def work() -> None:
+        await game.next()
+        await game.engine.load_weights(WeightUpdate(3, {}))
+        second = await game.next()
+        assert names(second) == [[], ["b1/00002/00", "b1/00002/01"], ["b1/00003/00", "b1/00003/01"]]
+        assert (second[0].cancelled, second[0].lost_tokens) == (2, 1 + 3)
+
+    run_in_virtual_time(work())
+
+
+def test_what_was_never_asked_for_is_carried_without_an_age() -> None:
+    # One request at a time, and 2.5 s: two rollouts of 1 s are made in each batch, the third is cut before its token.
+    game = Game([1], groups=4, size=2, seconds=2.5, concurrency=1, versions=1)
+    found = batches(game, 4)
+    assert [len(group.rollouts) for groups in found for group in groups] == [2] * 4
+    assert all(group.cancelled == 0 for groups in found for group in groups)
+
+
+def test_the_next_orders_follow_the_last_ones_through_the_batches() -> None:
+    game = Game([1, 1, 1, 5, 1, 1, 1, 1, 1, 1], groups=2, size=2, seconds=2.5)
+    found = batches(game, 3)
+    ordered = sorted({(r.group, r.problem_id) for groups in found for group in groups for r in group.rollouts})
+    assert ordered == [(0, "p0-0"), (1, "p0-1"), (2, "p1-0"), (3, "p1-1")]
+    resumed = Game([1], groups=2, size=2, seconds=2.5)
+    assert resumed.partial.load_state({"ordered": 3, "carried": 2}) == 2
+    (groups,) = batches(resumed, 1)
+    assert [(group.rollouts[0].group, group.problem.id) for group in groups] == [(3, "p1-1"), (4, "p2-0")]
+    assert resumed.partial.state() == {"ordered": 5, "carried": 0}
+
+
+def test_a_rollout_that_fails_surfaces_and_leaves_nothing_running() -> None:
+    game = Game([1, 1, 9, 9], groups=2, size=2, seconds=2.5)
+    generate = game.engine.generate
+
+    async def failing(request: GenerationRequest) -> Completion:
+        if request.id.startswith("b1"):
+            await asyncio.sleep(1)
+            raise StateError("this one fails")
+        return await generate(request)
+
+    async def work() -> None:
+        game.engine.generate = failing  # type: ignore[method-assign]
+        await game.next()
+        with pytest.raises(StateError, match="this one fails"):
+            await game.next()
+        assert len(asyncio.all_tasks()) == 1
+        assert game.engine._running == {}
+        await asyncio.sleep(100)  # no timer fires later
+
+    run_in_virtual_time(work())
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=23),
+    groups=st.integers(1, 4),
+    size=st.integers(1, 4),
+    seconds=st.integers(0, 20),
+    least=st.integers(1, 6),
+    versions=st.integers(1, 4),
+    whole=st.booleans(),
+    concurrency=st.sampled_from([1, 3, 1000]),
+)
+def test_every_rollout_comes_once_or_is_counted_or_is_still_carried(seconds: int, least: int, **how: Any) -> None:
+    whole, size, groups = how["whole"], how["size"], how["groups"]
+    game = Game(seconds=seconds + 0.5, least=min(least, groups * size), **how)
+    delivered: Counter[str] = Counter()
+    cancelled = 0
+
+    async def work() -> None:
+        nonlocal cancelled
+        for _ in range(6):
+            version = game.engine.version
+            found = await game.next()
+            assert sum(len(group.rollouts) for group in found) >= min(least, groups * size)
+            for group in found:
+                cancelled += group.cancelled
+                assert len(group.rollouts) + group.cancelled == (size if whole else 1)
+                assert len(group.rollouts) != 1 or size == 1 or not whole
+                for rollout in group.rollouts:
+                    delivered[rollout.id] += 1
+                    check(rollout, version)
+            ordered = game.partial.state()["ordered"] * size
+            assert ordered == sum(delivered.values()) + cancelled + game.partial.carried
+            assert game.partial.carried < groups * size + size
+
+    def check(rollout: Any, version: int) -> None:
+        number, index = rollout.group, int(rollout.id.rsplit("/")[-1])
+        assert (
+            len(rollout.completion_ids)
+            == len(rollout.logprobs)
+            == how["lengths"][(number * size + index) % len(how["lengths"])]
+        )
+        assert 0 <= version - rollout.version <= how["versions"]
+        starts = [span.start for span in rollout.spans]
+        versions = [span.version for span in rollout.spans]
+        assert starts == sorted(set(starts))
+        assert starts[0] == 0
+        assert starts[-1] < len(rollout.completion_ids)
+        assert versions == sorted(set(versions))
+
+    run_in_virtual_time(work())
+    assert set(delivered.values()) <= {1}

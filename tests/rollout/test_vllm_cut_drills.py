@@ -1,0 +1,177 @@
+"""Requests cut short on vLLM servers: every token that comes back has its version, as the server tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_drills import Drill, check, fingerprint, request, run, sampled, until
+
+from pvg.errors import ConfigurationError
+from pvg.records import VersionSpan
+from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest
+from pvg.rollout.vllm.cutting import joined, remainder
+from pvg.rollout.vllm.wire import SEED_BITS
+
+
+def live(d: Drill, name: str) -> list[Any]:
+    """What the servers have sampled for a request."""
+    return [made for server in d.servers if (made := server.live.get(f"generate-tokens-{name}"))]
+
+
+async def cut_after(d: Drill, asked: Sequence[GenerationRequest], tokens: int) -> list[Begun]:
+    """Ask, wait until all have so many tokens, cut."""
+    tasks = [asyncio.create_task(d.engine.generate(one)) for one in asked]
+    await until(lambda: all(any(len(made.ids) >= tokens for made in live(d, one.id)) for one in asked))
+    d.engine.cut([one.id for one in asked])
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    begun = [short.begun for short in found if isinstance(short, CutShort)]
+    assert len(begun) == len(asked)
+    return [one for one in begun if one is not None]
+
+
+def check_tokens(asked: GenerationRequest, first: int, found: Begun | Completion, version: int) -> None:
+    """Those from `first` on are what `version` samples for a request as the server sees it."""
+    seen = remainder(asked)
+    stops = asked.sampling.stop_ids
+    pairs = [
+        sampled(fingerprint(version), seen.prompt_ids.tolist(), seen.seed & SEED_BITS, position, stops)
+        for position in range(len(found.token_ids) - first)
+    ]
+    assert found.token_ids.tolist()[first:] == [token for token, _ in pairs]
+    assert found.logprobs.tolist()[first:] == [logprob for _, logprob in pairs]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole reply", "stream"])
+def test_what_was_cut_goes_on_under_the_next_version(streamed: bool, tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        note = (lambda _: None) if streamed else None
+        asked = [request(i, 75, stops=False, on_tokens=note) for i in range(6)]
+        begun = await cut_after(d, asked, 5)
+        await until(lambda: d.running() == 0)
+        assert d.events.named("retry") == []
+        for one, found in zip(asked, begun, strict=True):
+            assert 5 <= len(found.token_ids) < 75
+            assert found.spans == (VersionSpan(0, 0),)
+            assert found.timing.service_s > 0
+            check_tokens(one, 0, found, 0)
+        assert d.engine.stats.tokens == sum(len(found.token_ids) for found in begun)
+
+        await d.publish(1)
+        again = [replace(one, begun=found) for one, found in zip(asked, begun, strict=True)]
+        done = await asyncio.gather(*map(d.engine.generate, again))
+        for one, found, whole in zip(again, begun, done, strict=True):
+            first = len(found.token_ids)
+            assert (len(whole.token_ids), whole.finish_reason, whole.request_id) == (75, "length", one.id)
+            assert whole.spans == (VersionSpan(0, 0), VersionSpan(first, 1))
+            np.testing.assert_array_equal(whole.token_ids[:first], found.token_ids)
+            np.testing.assert_array_equal(whole.logprobs[:first], found.logprobs)
+            check_tokens(one, first, whole, 1)
+            assert whole.timing.service_s > found.timing.service_s
+        await d.ask(request(50))
+
+    run(use, tmp_path, token_ms=4.0)
+
+
+def test_tokens_of_two_versions_are_told_apart_when_they_are_cut(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        task = asyncio.create_task(d.engine.generate(request(1, 75, stops=False)))
+        await until(lambda: any(made.ids for made in live(d, "r1")))
+        await d.publish(1)
+        (made,) = live(d, "r1")
+        await until(lambda: len(made.spans) == 2)
+        d.engine.cut(["r1"])
+        with pytest.raises(CutShort) as short:
+            await task
+        assert short.value.begun is not None
+        assert short.value.begun.spans == (VersionSpan(0, 0), VersionSpan(made.spans[1]["start"], 1))
+        assert short.value.begun.version == 0
+
+    run(use, tmp_path, token_ms=60.0)
+
+
+def test_what_has_no_token_yet_has_nothing_to_hand_back(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        asked = request(1, 75, stops=False)
+        tasks = [asyncio.create_task(d.engine.generate(asked))]
+        begun = Begun(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
+        tasks.append(asyncio.create_task(d.engine.generate(replace(request(2, 75, stops=False), begun=begun))))
+        await asyncio.sleep(0)
+        d.engine.cut(["r1", "r2"])  # before the servers have heard of them: they are told again
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(found[0], CutShort)
+        assert isinstance(found[1], CutShort)
+        assert found[0].begun is None or len(found[0].begun.token_ids) < 75
+        assert found[1].begun is not None
+        assert found[1].begun.token_ids[:2].tolist() == [5, 6]
+
+    run(use, tmp_path, token_ms=20.0)
+
+
+def test_what_ends_by_itself_first_is_whole(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        task = asyncio.create_task(d.engine.generate(request(1, 3)))
+        await until(lambda: any(made.finish_reason for made in live(d, "r1")))
+        d.engine.cut(["r1", "nobody"])
+        check(await task, request(1, 3))
+        d.engine.cut(["r1"])
+
+    run(use, tmp_path)
+
+
+def test_tokens_that_a_fault_takes_away_are_not_asked_for_again(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        begun = Begun(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
+        task = asyncio.create_task(d.engine.generate(replace(request(1, 75, stops=False), begun=begun)))
+        await until(lambda: d.running() == 1)
+        d.engine.cut(["r1"])
+        for proxy in d.proxies:
+            proxy.reset_all()
+        with pytest.raises(CutShort) as short:
+            await task
+        assert short.value.begun is begun  # or what the server managed to say before
+        assert sum(sum(server.received.values()) for server in d.servers) == 1
+
+    run(use, tmp_path, token_ms=400.0)
+
+
+def test_a_server_that_refuses_to_cut_is_named(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        task = asyncio.create_task(d.engine.generate(request(1, 40, stops=False)))
+        await until(lambda: d.running() == 1)
+        d.engine.cut(["r1"])
+        with pytest.raises(ConfigurationError, match="does not let requests be cut short"):
+            await task
+
+    run(use, tmp_path, token_ms=10.0, aborts=False)
+
+
+def test_what_a_server_is_asked_to_go_on_with() -> None:
+    asked = request(3, 12)
+    assert remainder(asked) is asked
+    begun = Begun(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), (VersionSpan(0, 4),))
+    rest = remainder(replace(asked, begun=begun))
+    assert rest.prompt_ids.tolist() == [*asked.prompt_ids.tolist(), 5, 6]
+    assert (rest.sampling.max_tokens, rest.begun, rest.id) == (10, None, asked.id)
+    assert rest.seed != asked.seed
+    assert rest.seed == remainder(replace(asked, begun=begun)).seed
+    new = Begun(np.array([7, 8], np.int32), np.array([-3, -4], np.float32), (VersionSpan(0, 4), VersionSpan(1, 5)))
+    whole = joined(replace(asked, begun=begun), new)
+    assert whole is not None
+    assert whole.token_ids.tolist() == [5, 6, 7, 8]
+    assert whole.logprobs.tolist() == [-1, -2, -3, -4]
+    assert whole.spans == (VersionSpan(0, 4), VersionSpan(3, 5))
+    assert joined(replace(asked, begun=begun), None) is begun
+    assert joined(asked, new) is new
+    assert joined(asked, None) is None
