@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-# What a block's widest intermediate may take: half of a core's second-level cache of today (2 MB), for it is not alone
-# there. Below some 200 tokens the matrix products get slower.
-BLOCK_BYTES = 1 << 20
+# What a block's widest intermediate may take. Two cores' second-level caches of 2 MB hold it; larger blocks are slower
+# by a tenth, and smaller ones make the threads meet more often. Below some 200 tokens the matrix products get slower.
+BLOCK_BYTES = 3 << 20
 LEAST_BLOCK = 256
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
@@ -110,7 +110,7 @@ class _Project(torch.autograd.Function):
             _pairs(out[:, :turned], pairs).mul_(turns[:, None])
         ctx.save_for_backward(x_TD, turns_TP, rate_T1, norm_D, *linears)
         ctx.size = size
-        return found_TF.split(sizes, dim=1)
+        return torch.split(found_TF, sizes, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads_TE: Tensor) -> tuple[Tensor | None, ...]:
@@ -128,7 +128,7 @@ class _Project(torch.autograd.Function):
             n, dn, df = normal[: len(x)], grad_n[: len(x)], slope[: len(x)]
             torch.mul(x, rate, out=n)
             back = turns.conj().resolve_conj()[:, None]
-            query, key, value = df.split(sizes, dim=1)
+            query, key, value = torch.split(df, sizes, dim=1)
             for target, grad in ((query, grads[0]), (key, grads[1])):
                 torch.mul(_pairs(grad, pairs), back, out=_pairs(target, pairs))
             value.copy_(grads[2])
@@ -156,7 +156,7 @@ class _Finish(torch.autograd.Function):
         middle_TD = torch.empty_like(x_TD) if keeps else None
         normal, scratch = x_TD.new_empty(most, x_TD.shape[1]), x_TD.new_empty(most, x_TD.shape[1])
         product = x_TD.new_empty(most, half)
-        kept = []
+        kept: list[Tensor] = []
         for number, (x, mixed, rate, found) in enumerate(_blocks(size, x_TD, mixed_TE, rate_T1, found_TD)):
             rows = len(x)
             h = scratch[:rows] if middle_TD is None else middle_TD[number * size : number * size + rows]
@@ -166,7 +166,7 @@ class _Finish(torch.autograd.Function):
             if keeps or not kept or rows != len(kept[-1]):  # without a gradient, one block's memory does for all
                 kept.append(x_TD.new_empty(rows, len(weight_FD)))
             both = _linear(_normal(h, rate, epsilon, normal[:rows]), weight_FD, bias_F, kept[-1])
-            gate, up = both.split(half, dim=1)
+            gate, up = torch.split(both, half, dim=1)
             inner = torch.ops.aten.silu.out(gate, out=product[:rows]).mul_(up)
             torch.addmm(h, inner, down_DI.t(), out=found)
             if biases[3] is not None:
@@ -183,7 +183,7 @@ class _Finish(torch.autograd.Function):
         weights, biases = linears[0::2], linears[1::2]
         weight_FD, bias_F = _joined(weights[:2], biases[:2], norm_D)
         out_DE, down_DI = weights[2:]
-        half, tokens, width = down_DI.shape[1], *middle_TD.shape
+        half, (tokens, width) = down_DI.shape[1], middle_TD.shape
         most = min(ctx.size, tokens)
         grad_FD, grad_out_DE, grad_down_DI = map(torch.zeros_like, (weight_FD, out_DE, down_DI))
         grad_F, grad_out_D, grad_down_D = (
@@ -197,8 +197,8 @@ class _Finish(torch.autograd.Function):
         for (grad, mixed, h, rate, grad_x, grad_mixed), both in zip(blocks, kept, strict=True):
             rows = len(grad)
             n, dn, df, a, p, di = (buffer[:rows] for buffer in (normal, grad_n, slope, activated, product, grad_inner))
-            gate, up = both.split(half, dim=1)
-            grad_gate, grad_up = df.split(half, dim=1)
+            gate, up = torch.split(both, half, dim=1)
+            grad_gate, grad_up = torch.split(df, half, dim=1)
             torch.ops.aten.silu.out(gate, out=a)
             grad_down_DI.addmm_(grad.t(), torch.mul(a, up, out=p))
             torch.mm(grad, down_DI, out=di)
@@ -236,7 +236,7 @@ def block_size(weight_FD: Tensor) -> int:
 
 def _blocks(size: int, *tensors: Tensor) -> Any:
     """The blocks of tensors of T tokens, side by side."""
-    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def _linear(x_BD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_BF: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def _norm_backward(grad_n_BD: Tensor, normal_BD: Tensor, rate_B1: Tensor, out_BD
 
 def _pairs(flat_BE: Tensor, pairs: int) -> Tensor:
     """Heads of `pairs` pairs each, as complex numbers: [B, heads, pairs]."""
-    return torch.view_as_complex(flat_BE.unflatten(1, (-1, pairs, 2)))
+    return torch.view_as_complex(torch.unflatten(flat_BE, 1, (-1, pairs, 2)))
 
 
 def _joined(
@@ -288,11 +288,11 @@ def _parted(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The gradients of the norm's weight, and of each matrix and bias that `_joined` has joined."""
     sizes = [len(weight) for weight in weights]
-    parts_F = [None] * len(sizes) if grad_F is None else list(grad_F.split(sizes))
+    parts_F = [None] * len(sizes) if grad_F is None else list(torch.split(grad_F, sizes))
     grad_norm_D = torch.zeros_like(norm_D)
     found: list[Tensor | None] = []
     for place, (weight, bias, part, part_F) in enumerate(
-        zip(weights, biases, grad_FD.split(sizes), parts_F, strict=True)
+        zip(weights, biases, torch.split(grad_FD, sizes), parts_F, strict=True)
     ):
         grad = _unsorted(part, pairs if place < 2 else 0)
         grad_norm_D += (grad * weight).sum(0)
@@ -303,8 +303,8 @@ def _parted(
 
 def _sorted(rows: Tensor, pairs: int) -> Tensor:
     """Of each head the rows s and s + pairs beside each other."""
-    return rows if not pairs else rows.unflatten(0, (-1, 2, pairs)).transpose(1, 2).flatten(0, 2)
+    return rows if not pairs else torch.unflatten(rows, 0, (-1, 2, pairs)).transpose(1, 2).flatten(0, 2)
 
 
 def _unsorted(rows: Tensor, pairs: int) -> Tensor:
-    return rows if not pairs else rows.unflatten(0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2)
+    return rows if not pairs else torch.unflatten(rows, 0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2)

@@ -32,7 +32,7 @@ def causal_attention(
     query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, rows: int
 ) -> Tensor:
     """[T, E] of `rows` rows of one length, each among itself."""
-    query, key, value = (flat.unflatten(0, (rows, -1)) for flat in (query_TE, key_TE, value_TE))
+    query, key, value = (torch.unflatten(flat, 0, (rows, -1)) for flat in (query_TE, key_TE, value_TE))
     return _attend(query, key, value, None, heads, scaling).flatten(0, 1)
 
 
@@ -46,7 +46,7 @@ def last_attention(
     mask_BL: Tensor,
 ) -> Tensor:
     """[B, E] of the tokens `last_B` alone, one for each row, over the row's tokens where `mask_BL` is True."""
-    key, value = (flat.unflatten(0, mask_BL.shape) for flat in (key_TE, value_TE))
+    key, value = (torch.unflatten(flat, 0, mask_BL.shape) for flat in (key_TE, value_TE))
     query_B1E = query_TE.index_select(0, last_B)[:, None]
     return _attend(query_B1E, key, value, mask_BL[:, None, None], heads, scaling).flatten(0, 1)
 
