@@ -150,6 +150,7 @@ class Verifier(Section):
     pairing: Literal["random", "problem"] = "random"  # each pair drawn by itself, or all pairs of whole problems
     solutions_per_problem: Annotated[int, Field(ge=2)] = 8  # pairing by problem: most solutions taken of a problem
     micro_batch_tokens: Count = 16_384
+    fused_layers: bool = True  # heads that read the last token are trained on it alone in the last layer; false: on all
     learning_rate: Positive = 3e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     warmup: Annotated[int, Field(ge=0)] = 10
@@ -191,6 +192,7 @@ class Training(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
+    blocked_layers: bool = True  # fused_layers on a CPU: a layer as two functions, on blocks of tokens that fit a cache
     fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
     router_replay: bool = False  # a mixture of experts is trained, and its reference asked, with the experts that each

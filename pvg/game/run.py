@@ -210,7 +210,8 @@ def check_players_can_train(session: Session) -> None:
     finally:
         verifier.close()
     if experiment.training.shared_prompts:
-        check_packing(players.base.module, experiment.training.fused_layers)
+        training = experiment.training
+        check_packing(players.base.module, training.fused_layers, training.blocked_layers)
     if experiment.training.lora_rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:

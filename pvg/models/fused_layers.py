@@ -2,11 +2,14 @@
 
 On small models these elementwise steps take longer than the matrix products: transformers writes the rotary embedding
 as six passes over the queries and as many over the keys, autograd doubles them. Here each is one function with a
-gradient in closed form. The linear layers and the MLP are the model's own modules (with adapters, where it has them).
+gradient in closed form. The linear layers and the MLP are the model's own modules (with adapters, where it has them),
+unless pvg.models.blocked_layers can take the layers over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from pvg.models.packed_attention import packed_attention
+from pvg.models.blocked_layers import blocked_layer, turns_of, why_not
+from pvg.models.packed_attention import causal_attention, last_attention, packed_attention
 from pvg.models.packing import PackedRows
 
 # Exactly these: a subclass may do something else.
@@ -27,19 +31,56 @@ def knows(decoder: nn.Module) -> bool:
     return type(decoder) in DECODERS
 
 
-def fused_hidden(decoder: nn.Module, packed: PackedRows) -> Tensor:
+def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool = True) -> Tensor:
     """The last hidden states [T, D] of one of DECODERS. Differentiable; its layers are checkpointed where
-    pvg.training.trainer.checkpoint_layers said so."""
+    pvg.training.trainer.checkpoint_layers said so. `blocked`: by pvg.models.blocked_layers where these can."""
     model = cast(Any, decoder)
     hidden_TD = model.embed_tokens(packed.ids_1T)[0]
     cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
+    compute: Callable[[Any, Tensor], Tensor]
+    if blocked and why_not(decoder) is None:
+        attend = partial(packed_attention, packed=packed)
+        compute = partial(blocked_layer, turns_TP=turns_of(cos_1TE[0], sin_1TE[0]), attend=attend)
+    else:
+        compute = partial(_layer, cos_TE=cos_1TE[0], sin_TE=sin_1TE[0], packed=packed)
     for layer in model.layers:
-        arguments = (layer, hidden_TD, cos_1TE[0], sin_1TE[0], packed)
         if layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
-            hidden_TD = checkpoint(_layer, *arguments, use_reentrant=False)
+            hidden_TD = checkpoint(compute, layer, hidden_TD, use_reentrant=False)
         else:
-            hidden_TD = _layer(*arguments)
+            hidden_TD = compute(layer, hidden_TD)
     return _norm(model.norm, hidden_TD)
+
+
+def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
+    """The last hidden state of each row's last token, [B, D], by pvg.models.blocked_layers; `why_not_last` says for
+    which decoders. Rows are padded to the right. Differentiable.
+
+    Of the last layer, only keys and values are needed of all tokens: the rest of it is computed for B tokens.
+    """
+    model = cast(Any, decoder)
+    rows, width = ids_BL.shape
+    hidden_TD = model.embed_tokens(ids_BL).flatten(0, 1)
+    positions_1L = torch.arange(width, device=ids_BL.device)[None]
+    cos_1LE, sin_1LE = model.rotary_emb(hidden_TD, positions_1L)
+    turns_TP = turns_of(cos_1LE[0], sin_1LE[0]).repeat(rows, 1)
+    *layers, top = model.layers
+    for layer in layers:
+        hidden_TD = blocked_layer(layer, hidden_TD, turns_TP, partial(causal_attention, rows=rows))
+    last_B = torch.arange(rows, device=ids_BL.device) * width + lengths_B - 1
+    attend = partial(last_attention, last_B=last_B, mask_BL=positions_1L < lengths_B[:, None])
+    return _norm(model.norm, blocked_layer(top, hidden_TD, turns_TP, attend, last_B))
+
+
+def why_not_last(decoder: nn.Module, tokens: int) -> str | None:
+    """Why `last_hidden` is not for this decoder and rows of this many tokens; None where it is."""
+    if not knows(decoder):
+        return f"{type(decoder).__name__} is none of the decoders whose layers are known"
+    window = getattr(decoder.config, "sliding_window", None)
+    if window is not None and tokens > cast(int, window):
+        return f"its layers see {window} tokens, not {tokens}"
+    if any(layer.training and layer.gradient_checkpointing for layer in cast(Any, decoder).layers):
+        return "its layers are checkpointed"
+    return why_not(decoder)
 
 
 def _layer(layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, packed: PackedRows) -> Tensor:
@@ -50,7 +91,7 @@ def _layer(layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, packed
         for projection in (attention.q_proj, attention.k_proj)
     )
     heads = query_TE.shape[1] // attention.head_dim
-    mixed_TE = packed_attention(query_TE, key_TE, attention.v_proj(normal_TD), packed, heads, attention.scaling)
+    mixed_TE = packed_attention(query_TE, key_TE, attention.v_proj(normal_TD), heads, attention.scaling, packed)
     hidden_TD = hidden_TD + attention.o_proj(mixed_TE)
     return cast(Tensor, hidden_TD + layer.mlp(_norm(layer.post_attention_layernorm, hidden_TD)))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, UsageError
+from pvg.models.fused_layers import last_hidden, why_not_last
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
 from pvg.models.tokenizer import Tokenizer
@@ -31,10 +32,11 @@ class VerifierModel(nn.Module):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
     `needs_reference` says whether scores need the `reference` of a row, which never changes while the verifier is open
-    and so can be computed once per solution.
+    and so can be computed once per solution. `fused_layers`: see sections.Verifier.
     """
 
     needs_reference = False
+    fused_layers = True
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -127,8 +129,15 @@ class VerifierModel(nn.Module):
         return self.backbone
 
     def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor) -> Tensor:
-        """The hidden state of each row's last token: float32 [B, D]."""
-        hidden_BLD = self._open_backbone().get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        """The hidden state of each row's last token: float32 [B, D].
+
+        Fused layers are for training alone: a score must be the same bits whatever its batch is
+        (pvg.verifier.rectangle).
+        """
+        decoder = self._open_backbone().get_decoder()
+        if self.fused_layers and torch.is_grad_enabled() and why_not_last(decoder, input_ids_BL.shape[1]) is None:
+            return last_hidden(decoder, input_ids_BL, lengths_B).float()
+        hidden_BLD = decoder(input_ids=input_ids_BL, use_cache=False).last_hidden_state
         rows_B = torch.arange(input_ids_BL.shape[0], device=input_ids_BL.device)
         return cast(Tensor, hidden_BLD[rows_B, lengths_B - 1].float())
 
@@ -268,7 +277,9 @@ def build_verifier(section: Verifier, language_model: LanguageModel) -> Verifier
     Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
     """
     try:
-        return HEADS[section.head](section, language_model)
+        verifier = HEADS[section.head](section, language_model)
     except ConfigurationError:
         language_model.close()
         raise
+    verifier.fused_layers = section.fused_layers
+    return verifier

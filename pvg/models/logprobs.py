@@ -78,6 +78,7 @@ def shared_prompt_logprobs(
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
     fused: bool = True,
     fused_layers: bool = True,
+    blocked_layers: bool = True,
 ) -> Tensor:
     """The same as `completion_logprobs` of the padded rows, with every distinct prompt computed once.
 
@@ -86,7 +87,7 @@ def shared_prompt_logprobs(
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device)
-    hidden_TD = packed_hidden(module, packed, fused_layers)
+    hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
     after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
     hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
     logprobs_M = _chunked_logprobs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, fused)

@@ -11,7 +11,7 @@ from pvg.models.packing import PackedRows
 
 
 def packed_attention(
-    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, packed: PackedRows, heads: int, scaling: float | None
+    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, packed: PackedRows
 ) -> Tensor:
     """[T, E] of all query heads; keys and values may have fewer heads, each for several of the queries'."""
     parts = [len(query_TE) - packed.completion_tokens, packed.completion_tokens]
@@ -26,6 +26,29 @@ def packed_attention(
         )
         mixed.append(packed.completions.gather(_attend(query_NWE, keys, values, packed.mask, heads, scaling)))
     return torch.cat(mixed)
+
+
+def causal_attention(
+    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, rows: int
+) -> Tensor:
+    """[T, E] of `rows` rows of one length, each among itself."""
+    query, key, value = (torch.unflatten(flat, 0, (rows, -1)) for flat in (query_TE, key_TE, value_TE))
+    return _attend(query, key, value, None, heads, scaling).flatten(0, 1)
+
+
+def last_attention(
+    query_TE: Tensor,
+    key_TE: Tensor,
+    value_TE: Tensor,
+    heads: int,
+    scaling: float | None,
+    last_B: Tensor,
+    mask_BL: Tensor,
+) -> Tensor:
+    """[B, E] of the tokens `last_B` alone, one for each row, over the row's tokens where `mask_BL` is True."""
+    key, value = (torch.unflatten(flat, 0, mask_BL.shape) for flat in (key_TE, value_TE))
+    query_B1E = query_TE.index_select(0, last_B)[:, None]
+    return _attend(query_B1E, key, value, mask_BL[:, None, None], heads, scaling).flatten(0, 1)
 
 
 def _attend(

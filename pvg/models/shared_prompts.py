@@ -33,26 +33,28 @@ REMEDY = "Set training.shared_prompts = false."
 # How far a packed row may be from the same row alone, relative to the largest hidden state, by the kind of rounding.
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 5e-2
-# Set on a module once its packed rows were found to be right (with fused layers or without), so that it is asked once
-# and not on every call.
+# Set on a module once its packed rows were found to be right (with fused or blocked layers or without), so that it is
+# asked once and not on every call.
 _CHECKED = "_pvg_shared_prompts_checked"
 
 
-def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool = True) -> Tensor:
+def packed_hidden(
+    module: nn.Module, packed: PackedRows, fused_layers: bool = True, blocked_layers: bool = True
+) -> Tensor:
     """The decoder's last hidden states: [T, D], one for each token of `packed`. Differentiable.
 
-    `fused_layers`: by pvg.models.fused_layers where these know the model. Raises ConfigurationError for a model whose
-    tokens cannot be computed so.
+    `fused_layers`: by pvg.models.fused_layers where these know the model; with `blocked_layers`, by
+    pvg.models.blocked_layers where these can. Raises ConfigurationError for a model whose tokens cannot be computed so.
     """
-    check_packing(module, fused_layers)
+    check_packing(module, fused_layers, blocked_layers)
     _check_window(module, int(packed.lengths_N.max()))
-    return _hidden(module, packed, fused_layers)
+    return _hidden(module, packed, fused_layers, blocked_layers)
 
 
-def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
+def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool, blocked_layers: bool) -> Tensor:
     model = cast(Any, module)
     if fused_layers and knows(model.get_decoder()):
-        return fused_hidden(model.get_decoder(), packed)
+        return fused_hidden(model.get_decoder(), packed, blocked_layers)
     with _attention(model.config.get_text_config(), ATTENTION):
         output = model.get_decoder()(
             input_ids=packed.ids_1T, position_ids=packed.positions_1T, use_cache=False, packed_rows=packed
@@ -92,16 +94,17 @@ def _attention_of_packed(
     """What transformers calls in each layer: [1, heads, T, head size] in, [1, T, heads, head size] out."""
     heads, tokens, size = query_1HTE.shape[1:]
     query_TE, key_TE, value_TE = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query_1HTE, key_1KTE, value_1KTE))
-    mixed_TE = packed_attention(query_TE, key_TE, value_TE, packed_rows, heads, scaling)
+    mixed_TE = packed_attention(query_TE, key_TE, value_TE, heads, scaling, packed_rows)
     return mixed_TE.view(1, tokens, heads, size), None
 
 
 AttentionInterface.register(ATTENTION, _attention_of_packed)
 
 
-def check_packing(module: nn.Module, fused_layers: bool = True) -> None:
+def check_packing(module: nn.Module, fused_layers: bool = True, blocked_layers: bool = True) -> None:
     """Ask `module` once whether packed rows have the hidden states that they have alone. Raises ConfigurationError."""
-    if fused_layers in module.__dict__.get(_CHECKED, ()):
+    way = (fused_layers, blocked_layers)
+    if way in module.__dict__.get(_CHECKED, ()):
         return
     model = cast(Any, module)
     name = type(module).__name__
@@ -114,7 +117,7 @@ def check_packing(module: nn.Module, fused_layers: bool = True) -> None:
     module.eval()  # dropout would make two forwards differ
     with torch.no_grad():
         packed = pack_rows(rows, np.array([3, 3, 2]), weight.device)
-        found_TD = _hidden(module, packed, fused_layers)
+        found_TD = _hidden(module, packed, *way)
         alone = [
             model.get_decoder()(input_ids=torch.from_numpy(row[None]).long().to(weight.device), use_cache=False)
             for row in rows
@@ -127,7 +130,7 @@ def check_packing(module: nn.Module, fused_layers: bool = True) -> None:
     tolerance = _TOLERANCE_FLOAT32 if exact else _TOLERANCE_BFLOAT16
     if not bool((found_TD.float() - expected_TD).abs().max() <= tolerance * expected_TD.abs().max()):
         raise ConfigurationError(f"{name} cannot compute rows that share a prompt.", REMEDY)
-    module.__dict__.setdefault(_CHECKED, set()).add(fused_layers)
+    module.__dict__.setdefault(_CHECKED, set()).add(way)
 
 
 def _check_window(module: nn.Module, longest: int) -> None:

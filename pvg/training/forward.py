@@ -34,6 +34,7 @@ class ForwardSettings:
     shared_prompts: bool = True
     fused_logprobs: bool = True
     fused_layers: bool = True
+    blocked_layers: bool = True
     precision: str = "float32"
     router_replay: bool = False
 
@@ -48,6 +49,7 @@ class ForwardSettings:
             section.shared_prompts,
             section.fused_logprobs,
             section.fused_layers,
+            section.blocked_layers,
             section.precision,
             section.router_replay,
         )
@@ -96,6 +98,7 @@ def _logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) 
             logits_chunk=logits_chunk,
             fused=fused,
             fused_layers=settings.fused_layers,
+            blocked_layers=settings.blocked_layers,
         )
     device = next(module.parameters()).device
     ids_BL, lengths_B = pad_right(batch.sequences, settings.pad_id, device)

@@ -5,10 +5,14 @@ import pytest
 import torch
 import transformers
 
+from pvg.models import blocked_layers, fused_layers
 from pvg.models.adapters import attach_adapters
-from pvg.models.fused_layers import fused_hidden, knows
+from pvg.models.blocked_layers import why_not
+from pvg.models.fused_layers import fused_hidden, knows, why_not_last
+from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
+from pvg.models.packed_attention import packed_attention
 from pvg.models.packing import pack_rows
 from pvg.models.padding import pad_right
 from pvg.models.shared_prompts import packed_hidden
@@ -69,8 +73,16 @@ def padded(model):
     return completion_logprobs(model, ids_BL, lengths_B, torch.from_numpy(prompt_lengths.astype(np.int64)))
 
 
-def assert_same(model):
-    found, expected = shared_prompt_logprobs(model, *rows()), padded(model)
+@pytest.fixture(params=[False, True], ids=["fused", "blocked"])
+def blocked(request, monkeypatch):
+    """Either way; the blocked one with several blocks of tokens, the last of them a shorter one."""
+    monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", 7)
+    monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
+    return request.param
+
+
+def assert_same(model, blocked=True):
+    found, expected = shared_prompt_logprobs(model, *rows(), blocked_layers=blocked), padded(model)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
     found_gradients, expected_gradients = gradients(model, found), gradients(model, expected)
     assert found_gradients.keys() == expected_gradients.keys()
@@ -79,10 +91,14 @@ def assert_same(model):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
-def test_values_and_all_gradients_are_transformers_own(kind):
+def test_values_and_all_gradients_are_transformers_own(kind, blocked):
     model = build(kind)
     assert knows(model.model)
-    assert_same(model)
+    assert why_not(model.model) is None
+    assert_same(model, blocked)
+    with torch.no_grad():  # a block's memory is then used again
+        found = shared_prompt_logprobs(model, *rows(), blocked_layers=blocked)
+    torch.testing.assert_close(found, padded(model).detach(), rtol=1e-4, atol=2e-5)
 
 
 def test_adapters_are_trained_alone_and_alike():
@@ -92,19 +108,25 @@ def test_adapters_are_trained_alone_and_alike():
             for name, weight in learner.module.named_parameters():
                 if "lora_B" in name:
                     weight.normal_(std=0.1)
+        assert why_not(learner.module.get_decoder()) == "its layers hold a Linear of peft"
         assert_same(learner.module)
         assert all("lora" in n for n in gradients(learner.module, shared_prompt_logprobs(learner.module, *rows())))
 
 
-def test_checkpointed_layers_are_computed_twice_to_the_same_bits():
-    expected = gradients(plain := build(), shared_prompt_logprobs(plain, *rows()))
+def test_checkpointed_layers_are_computed_twice_to_the_same_bits(blocked, monkeypatch):
+    expected = gradients(plain := build(), shared_prompt_logprobs(plain, *rows(), blocked_layers=blocked))
     model, calls = build(), []
     checkpoint_layers(model)
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    logprobs_BL = shared_prompt_logprobs(model, *rows())
+
+    def counted(*arguments, **others):
+        calls.append(1)
+        return packed_attention(*arguments, **others)
+
+    monkeypatch.setattr(fused_layers, "packed_attention", counted)
+    logprobs_BL = shared_prompt_logprobs(model, *rows(), blocked_layers=blocked)
     before = len(calls)
     found = gradients(model, logprobs_BL)
-    assert len(calls) == before + 1
+    assert len(calls) == before + len(model.model.layers)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
@@ -126,6 +148,53 @@ def test_under_autocast_the_gradients_are_near_those_of_float32():
     for name, gradient in gradients(model, logprobs_BL).items():
         assert gradient.dtype == torch.float32
         assert float((gradient - expected[name]).norm()) < 0.05 * float(expected[name].norm()), name
+
+
+def test_a_batch_of_a_block_and_one_token_has_the_gradients_of_one_block(monkeypatch):
+    model = build("qwen2")
+    expected = gradients(model, shared_prompt_logprobs(model, *rows()))
+    monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
+    tokens = pack_rows(*rows(), "cpu").ids_1T.shape[1]
+    monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", tokens - 1)
+    for name, gradient in gradients(model, shared_prompt_logprobs(model, *rows())).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
+def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens(kind, blocked):
+    ids_BL, lengths_B = pad_right(rows()[0], 0)
+
+    def scored(fused):
+        with LanguageModel(build(kind), None, "tiny") as language_model:
+            torch.manual_seed(3)
+            verifier = ScalarHead(language_model)
+            with torch.no_grad():
+                for weight in verifier.parameters():
+                    weight.add_(0.1 * torch.randn(weight.shape))
+            verifier.fused_layers = fused
+            assert why_not_last(verifier.backbone.get_decoder(), ids_BL.shape[1]) is None
+            scores_B = verifier(ids_BL, lengths_B, lengths_B)
+            return scores_B.detach(), gradients(verifier, scores_B)
+
+    (found_B, found), (expected_B, expected) = scored(True), scored(False)
+    torch.testing.assert_close(found_B, expected_B, rtol=1e-4, atol=2e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_what_blocks_cannot_compute_says_why():
+    model = build("qwen2")
+    model.config.sliding_window = 8
+    assert why_not_last(model.model, 8) is None
+    assert why_not_last(model.model, 9) == "its layers see 8 tokens, not 9"
+    assert "bfloat16" in why_not(build().to(torch.bfloat16).model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert why_not(build().model) == "it computes under autocast"
+    config = transformers.LlamaConfig(**SIZES, hidden_act="gelu")
+    gelu = transformers.LlamaForCausalLM(config).eval()
+    assert why_not(gelu.model) == "its activation is not silu"
+    assert_same(gelu)
 
 
 def test_other_decoders_keep_their_own_layers():

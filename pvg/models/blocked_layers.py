@@ -1,0 +1,310 @@
+"""The layers of Llama-like decoders as two functions beside attention, each a block of tokens at a time.
+
+    project   norm, queries, keys and values in one matrix product, rotary embedding
+    finish    output projection, norm, gate and up in one matrix product, SwiGLU, down projection, both residual sums
+
+On small models a step over all tokens at once is bound by memory: each elementwise pass writes more than a core's cache
+holds, and the next one reads it back. A block's intermediates stay in the cache from its first operation to its last,
+and only what the backward pass needs leaves it. That pass is written out: per block it computes the cheap things again
+(norms, silu) and adds to the weights' gradients within the matrix product.
+
+    normal = x r, r = (mean x^2 + epsilon)^(-1/2);  a linear layer W after a norm of weight w is (W w) normal
+    dx = r (dn - normal mean(dn normal)),  dW = d(Ww) w,  dw = sum over W's rows of d(Ww) W
+
+The rotary embedding turns a head's dimensions s and s + S/2 as a complex number. So that these lie side by side, the
+rows of the query and key matrices are sorted by pairs; that changes no product of a query and a key.
+
+Plain linear layers in float32 on the CPU; `why_not` says what stands against it, and pvg.models.fused_layers computes
+those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+# What a block's widest intermediate may take. Two cores' second-level caches of 2 MB hold it; larger blocks are slower
+# by a tenth, and smaller ones make the threads meet more often. Below some 200 tokens the matrix products get slower.
+BLOCK_BYTES = 3 << 20
+LEAST_BLOCK = 256
+
+Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
+
+
+def why_not(decoder: nn.Module) -> str | None:
+    """Why the layers of one of fused_layers.DECODERS are not computed here; None where they are."""
+    model = cast(Any, decoder)
+    weight = model.embed_tokens.weight
+    if weight.device.type != "cpu":
+        return f"its weights are on {weight.device.type}, and blocks are for a CPU's caches"
+    if torch.is_autocast_enabled("cpu"):
+        return "it computes under autocast"
+    for layer in model.layers:
+        for part in _linears(layer):
+            if type(part) is not nn.Linear:
+                return f"its layers hold a {type(part).__name__} of {type(part).__module__.split('.')[0]}"
+            if part.weight.dtype != torch.float32:
+                return f"it computes in {part.weight.dtype}"
+        if layer.mlp.act_fn(torch.ones(1)) != silu(torch.ones(1)):
+            return "its activation is not silu"
+    return None
+
+
+def blocked_layer(
+    layer: Any, hidden_TD: Tensor, turns_TP: Tensor, attend: Attend, wanted_N: Tensor | None = None
+) -> Tensor:
+    """One layer: [T, D] -> [T, D]. `turns_TP` complex [T, S/2] are the rotary embedding's factors (`turns_of`);
+    `attend` gets queries, keys and values [T, E], the number of heads and the scaling, and gives [T, E].
+
+    With `wanted_N`, only these tokens' [N, D] are computed; `attend` then gives [N, E].
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    query_TE, key_TE, value_TE = _Project.apply(  # type: ignore[no-untyped-call]
+        hidden_TD,
+        turns_TP,
+        layer.input_layernorm.variance_epsilon,
+        layer.input_layernorm.weight,
+        *_parameters(attention.q_proj, attention.k_proj, attention.v_proj),
+    )
+    heads = query_TE.shape[1] // attention.head_dim
+    mixed_TE = attend(query_TE, key_TE, value_TE, heads, attention.scaling)
+    if wanted_N is not None:
+        hidden_TD = hidden_TD.index_select(0, wanted_N)
+    found = _Finish.apply(  # type: ignore[no-untyped-call]
+        hidden_TD,
+        mixed_TE,
+        layer.post_attention_layernorm.variance_epsilon,
+        layer.post_attention_layernorm.weight,
+        *_parameters(mlp.gate_proj, mlp.up_proj, attention.o_proj, mlp.down_proj),
+    )
+    return cast(Tensor, found)
+
+
+def turns_of(cos_TS: Tensor, sin_TS: Tensor) -> Tensor:
+    """transformers' tables, whose halves are alike, as complex factors [T, S/2]."""
+    half = cos_TS.shape[1] // 2
+    return torch.complex(cos_TS[:, :half].float(), sin_TS[:, :half].float())
+
+
+class _Project(torch.autograd.Function):
+    """x, turns -> rotated queries and keys (each head's dimensions in pairs), values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, turns_TP: Tensor, epsilon: float, norm_D: Tensor, *linears: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = linears[0::2], linears[1::2]
+        pairs = turns_TP.shape[1]
+        weight_FD, bias_F = _joined(weights, biases, norm_D, pairs)
+        tokens, sizes = len(x_TD), [len(cast(Tensor, weight)) for weight in weights]
+        size, turned = block_size(weight_FD), sizes[0] + sizes[1]
+        found_TF = x_TD.new_empty(tokens, len(weight_FD))
+        rate_T1 = x_TD.new_empty(tokens, 1)
+        normal = x_TD.new_empty(min(size, tokens), x_TD.shape[1])
+        for x, turns, rate, out in _blocks(size, x_TD, turns_TP, rate_T1, found_TF):
+            _linear(_normal(x, rate, epsilon, normal[: len(x)]), weight_FD, bias_F, out)
+            _pairs(out[:, :turned], pairs).mul_(turns[:, None])
+        ctx.save_for_backward(x_TD, turns_TP, rate_T1, norm_D, *linears)
+        ctx.size = size
+        return torch.split(found_TF, sizes, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, turns_TP, rate_T1, norm_D, *linears = ctx.saved_tensors
+        weights, biases = linears[0::2], linears[1::2]
+        pairs = turns_TP.shape[1]
+        weight_FD, bias_F = _joined(weights, biases, norm_D, pairs)
+        grad_FD, grad_F = torch.zeros_like(weight_FD), None if bias_F is None else torch.zeros_like(bias_F)
+        sizes = [len(weight) for weight in weights]
+        most = min(ctx.size, len(x_TD))
+        grad_x_TD = torch.empty_like(x_TD)
+        normal, grad_n = x_TD.new_empty(2, most, x_TD.shape[1])
+        slope = x_TD.new_empty(most, len(weight_FD))
+        for x, turns, rate, grad_x, *grads in _blocks(ctx.size, x_TD, turns_TP, rate_T1, grad_x_TD, *grads_TE):
+            n, dn, df = normal[: len(x)], grad_n[: len(x)], slope[: len(x)]
+            torch.mul(x, rate, out=n)
+            back = turns.conj().resolve_conj()[:, None]
+            query, key, value = torch.split(df, sizes, dim=1)
+            for target, grad in ((query, grads[0]), (key, grads[1])):
+                torch.mul(_pairs(grad, pairs), back, out=_pairs(target, pairs))
+            value.copy_(grads[2])
+            grad_FD.addmm_(df.t(), n)
+            if grad_F is not None:
+                grad_F.add_(df.sum(0))
+            _norm_backward(torch.mm(df, weight_FD, out=dn), n, rate, grad_x)
+        grad_norm_D, grads_linears = _parted(grad_FD, grad_F, weights, biases, norm_D, pairs)
+        return grad_x_TD, None, None, grad_norm_D, *grads_linears
+
+
+class _Finish(torch.autograd.Function):
+    """x, what attention mixed -> h = x + O mixed, h + D (silu(G n) U n) with n the norm of h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, mixed_TE: Tensor, epsilon: float, norm_D: Tensor, *linears: Tensor | None
+    ) -> Tensor:
+        weights, biases = linears[0::2], linears[1::2]
+        weight_FD, bias_F = _joined(weights[:2], biases[:2], norm_D)
+        out_DE, down_DI = cast(Sequence[Tensor], weights[2:])
+        size, half = block_size(weight_FD), down_DI.shape[1]
+        most, keeps = min(size, len(x_TD)), any(ctx.needs_input_grad)
+        found_TD, rate_T1 = torch.empty_like(x_TD), x_TD.new_empty(len(x_TD), 1)
+        middle_TD = torch.empty_like(x_TD) if keeps else None
+        normal, scratch = x_TD.new_empty(most, x_TD.shape[1]), x_TD.new_empty(most, x_TD.shape[1])
+        product = x_TD.new_empty(most, half)
+        kept: list[Tensor] = []
+        for number, (x, mixed, rate, found) in enumerate(_blocks(size, x_TD, mixed_TE, rate_T1, found_TD)):
+            rows = len(x)
+            h = scratch[:rows] if middle_TD is None else middle_TD[number * size : number * size + rows]
+            torch.addmm(x, mixed, out_DE.t(), out=h)
+            if biases[2] is not None:
+                h.add_(biases[2])
+            if keeps or not kept or rows != len(kept[-1]):  # without a gradient, one block's memory does for all
+                kept.append(x_TD.new_empty(rows, len(weight_FD)))
+            both = _linear(_normal(h, rate, epsilon, normal[:rows]), weight_FD, bias_F, kept[-1])
+            gate, up = torch.split(both, half, dim=1)
+            inner = torch.ops.aten.silu.out(gate, out=product[:rows]).mul_(up)
+            torch.addmm(h, inner, down_DI.t(), out=found)
+            if biases[3] is not None:
+                found.add_(biases[3])
+        if keeps:
+            ctx.save_for_backward(mixed_TE, middle_TD, rate_T1, norm_D, *linears, *kept)
+            ctx.size = size
+        return found_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        mixed_TE, middle_TD, rate_T1, norm_D, *others = ctx.saved_tensors
+        linears, kept = others[:8], others[8:]
+        weights, biases = linears[0::2], linears[1::2]
+        weight_FD, bias_F = _joined(weights[:2], biases[:2], norm_D)
+        out_DE, down_DI = weights[2:]
+        half, (tokens, width) = down_DI.shape[1], middle_TD.shape
+        most = min(ctx.size, tokens)
+        grad_FD, grad_out_DE, grad_down_DI = map(torch.zeros_like, (weight_FD, out_DE, down_DI))
+        grad_F, grad_out_D, grad_down_D = (
+            None if bias is None else torch.zeros_like(bias) for bias in (bias_F, *biases[2:])
+        )
+        grad_x_TD, grad_mixed_TE = torch.empty_like(middle_TD), torch.empty_like(mixed_TE)
+        normal, grad_n = middle_TD.new_empty(2, most, width)
+        activated, product, grad_inner = middle_TD.new_empty(3, most, half)
+        slope = middle_TD.new_empty(most, 2 * half)
+        blocks = _blocks(ctx.size, grad_TD.contiguous(), mixed_TE, middle_TD, rate_T1, grad_x_TD, grad_mixed_TE)
+        for (grad, mixed, h, rate, grad_x, grad_mixed), both in zip(blocks, kept, strict=True):
+            rows = len(grad)
+            n, dn, df, a, p, di = (buffer[:rows] for buffer in (normal, grad_n, slope, activated, product, grad_inner))
+            gate, up = torch.split(both, half, dim=1)
+            grad_gate, grad_up = torch.split(df, half, dim=1)
+            torch.ops.aten.silu.out(gate, out=a)
+            grad_down_DI.addmm_(grad.t(), torch.mul(a, up, out=p))
+            torch.mm(grad, down_DI, out=di)
+            torch.mul(di, a, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(di.mul_(up), gate, grad_input=grad_gate)
+            grad_FD.addmm_(df.t(), torch.mul(h, rate, out=n))
+            _norm_backward(torch.mm(df, weight_FD, out=dn), n, rate, grad_x).add_(grad)
+            grad_out_DE.addmm_(grad_x.t(), mixed)
+            torch.mm(grad_x, out_DE, out=grad_mixed)
+            for target, source in ((grad_F, df), (grad_out_D, grad_x), (grad_down_D, grad)):
+                if target is not None:
+                    target.add_(source.sum(0))
+        grad_norm_D, grads_linears = _parted(grad_FD, grad_F, weights[:2], biases[:2], norm_D)
+        grads_linears += [grad_out_DE, grad_out_D, grad_down_DI, grad_down_D]
+        return grad_x_TD, grad_mixed_TE, None, grad_norm_D, *grads_linears
+
+
+# --- parts of both ---------------------------------------------------------------------------------------------------
+
+
+def _linears(layer: Any) -> list[nn.Module]:
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def _parameters(*linears: Any) -> list[Tensor | None]:
+    return [parameter for linear in linears for parameter in (linear.weight, linear.bias)]
+
+
+def block_size(weight_FD: Tensor) -> int:
+    """Tokens per block, for a product of F numbers per token."""
+    return max(LEAST_BLOCK, BLOCK_BYTES // (len(weight_FD) * weight_FD.element_size()))
+
+
+def _blocks(size: int, *tensors: Tensor) -> Any:
+    """The blocks of tensors of T tokens, side by side."""
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+
+
+def _linear(x_BD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_BF: Tensor) -> Tensor:
+    if bias_F is None:
+        return torch.mm(x_BD, weight_FD.t(), out=out_BF)
+    return torch.addmm(bias_F, x_BD, weight_FD.t(), out=out_BF)
+
+
+def _normal(x_BD: Tensor, rate_B1: Tensor, epsilon: float, out_BD: Tensor) -> Tensor:
+    torch.linalg.vector_norm(x_BD, dim=1, keepdim=True, out=rate_B1)
+    rate_B1.square_().div_(x_BD.shape[1]).add_(epsilon).rsqrt_()
+    return torch.mul(x_BD, rate_B1, out=out_BD)
+
+
+def _norm_backward(grad_n_BD: Tensor, normal_BD: Tensor, rate_B1: Tensor, out_BD: Tensor) -> Tensor:
+    """r (dn - n mean(dn n)), written to `out_BD`; spoils nothing else."""
+    torch.mul(grad_n_BD, normal_BD, out=out_BD)
+    mean_B1 = out_BD.sum(1, keepdim=True).div_(-normal_BD.shape[1])
+    return torch.addcmul(grad_n_BD, normal_BD, mean_B1, out=out_BD).mul_(rate_B1)
+
+
+def _pairs(flat_BE: Tensor, pairs: int) -> Tensor:
+    """Heads of `pairs` pairs each, as complex numbers: [B, heads, pairs]."""
+    return torch.view_as_complex(torch.unflatten(flat_BE, 1, (-1, pairs, 2)))
+
+
+def _joined(
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor | None], norm_D: Tensor, pairs: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """The matrices below each other, with the norm's weight in them; with `pairs` the first two sorted by pairs."""
+    rows = [_sorted(cast(Tensor, weight), pairs if place < 2 else 0) for place, weight in enumerate(weights)]
+    joined = torch.cat(rows).mul_(norm_D)
+    if all(bias is None for bias in biases):
+        return joined, None
+    values = [
+        weight.new_zeros(len(weight)) if bias is None else _sorted(bias, pairs if place < 2 else 0)
+        for place, (weight, bias) in enumerate(zip(rows, biases, strict=True))
+    ]
+    return joined, torch.cat(values)
+
+
+def _parted(
+    grad_FD: Tensor,
+    grad_F: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm_D: Tensor,
+    pairs: int = 0,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradients of the norm's weight, and of each matrix and bias that `_joined` has joined."""
+    sizes = [len(weight) for weight in weights]
+    parts_F = [None] * len(sizes) if grad_F is None else list(torch.split(grad_F, sizes))
+    grad_norm_D = torch.zeros_like(norm_D)
+    found: list[Tensor | None] = []
+    for place, (weight, bias, part, part_F) in enumerate(
+        zip(weights, biases, torch.split(grad_FD, sizes), parts_F, strict=True)
+    ):
+        grad = _unsorted(part, pairs if place < 2 else 0)
+        grad_norm_D += (grad * weight).sum(0)
+        found.append(grad * norm_D)
+        found.append(None if bias is None or part_F is None else _unsorted(part_F, pairs if place < 2 else 0))
+    return grad_norm_D, found
+
+
+def _sorted(rows: Tensor, pairs: int) -> Tensor:
+    """Of each head the rows s and s + pairs beside each other."""
+    return rows if not pairs else torch.unflatten(rows, 0, (-1, 2, pairs)).transpose(1, 2).flatten(0, 2)
+
+
+def _unsorted(rows: Tensor, pairs: int) -> Tensor:
+    return rows if not pairs else torch.unflatten(rows, 0, (-1, pairs, 2)).transpose(1, 2).flatten(0, 2)
