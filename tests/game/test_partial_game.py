@@ -50,6 +50,16 @@ def told_lost(run: RunDirectory) -> list[int]:
 
 
 @pytest.mark.usefixtures("turns_of_one_step")
+def test_what_went_on_is_clipped_around_the_policy_at_the_start_of_its_batch(tmp_path: Path) -> None:
+    decoupled = {"training.loss": "dapo", "training.off_policy": "decoupled", "training.steps": 5}
+    outcome, run = played(changed({**PARTIAL, **decoupled}), tmp_path)
+    assert outcome.status == "complete"
+    stale = [step for step in prover_steps(run) if step["staleness_max"] > 0]
+    assert stale
+    assert all(step["start_ratio_max"] > 0 for step in stale)
+
+
+@pytest.mark.usefixtures("turns_of_one_step")
 @pytest.mark.parametrize(
     "settings",
     [{"training.loss": "dapo", "training.minibatches": 2, "training.steps": 12}, {**SPO, "training.groups": 24}],
