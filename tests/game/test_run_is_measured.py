@@ -100,7 +100,8 @@ def test_every_span_lies_in_the_run_and_nests(measured: tuple[RunDirectory, Scra
     spans = list(read_json_lines(run.spans))
     (whole,) = records(run, "run")
     end = whole["time"]
-    assert {span["track"] for span in spans} >= {"driver", "pvg-grade_0"}
+    # Grades have a track of their own only while the driver's is taken by decoding, which is a matter of moments.
+    assert "driver" in {span["track"] for span in spans}
     assert all(end - whole["seconds"] - 1 <= span["start_s"] <= span["end_s"] <= end + 1 for span in spans)
     driver = sorted((s for s in spans if s["track"] == "driver"), key=lambda s: (s["start_s"], -s["end_s"]))
     around: list[dict[str, Any]] = []
