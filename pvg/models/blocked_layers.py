@@ -14,13 +14,13 @@ and only what the backward pass needs leaves it. That pass is written out: per b
 The rotary embedding turns a head's dimensions s and s + S/2 as a complex number. So that these lie side by side, the
 rows of the query and key matrices are sorted by pairs; that changes no product of a query and a key.
 
-Plain linear layers in float32 on the CPU; `why_not` says what stands against it, and pvg.models.fused_layers computes
-those.
+Plain linear layers in float32 on the CPU, in models up to a width of 256; `why_not` says what stands against it, and
+pvg.models.fused_layers computes those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,27 +31,34 @@ from torch.nn.functional import silu
 # by a tenth, and smaller ones make the threads meet more often. Below some 200 tokens the matrix products get slower.
 BLOCK_BYTES = 3 << 20
 LEAST_BLOCK = 256
+# In wider models the matrix products are nearly all of the time, and joining the matrices costs more than blocks save:
+# at a width of 576 and 630 tokens a step took a twelfth longer.
+WIDEST = 256
 
 Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def why_not(decoder: nn.Module) -> str | None:
     """Why the layers of one of fused_layers.DECODERS are not computed here; None where they are."""
-    model = cast(Any, decoder)
-    weight = model.embed_tokens.weight
+    return next(_reasons(cast(Any, decoder)), None)
+
+
+def _reasons(decoder: Any) -> Iterator[str]:
+    weight = decoder.embed_tokens.weight
     if weight.device.type != "cpu":
-        return f"its weights are on {weight.device.type}, and blocks are for a CPU's caches"
+        yield f"its weights are on {weight.device.type}, and blocks are for a CPU's caches"
+    if weight.shape[1] > WIDEST:
+        yield f"its width of {weight.shape[1]} is above {WIDEST}"
     if torch.is_autocast_enabled("cpu"):
-        return "it computes under autocast"
-    for layer in model.layers:
+        yield "it computes under autocast"
+    for layer in decoder.layers:
         for part in _linears(layer):
             if type(part) is not nn.Linear:
-                return f"its layers hold a {type(part).__name__} of {type(part).__module__.split('.')[0]}"
-            if part.weight.dtype != torch.float32:
-                return f"it computes in {part.weight.dtype}"
+                yield f"its layers hold a {type(part).__name__} of {type(part).__module__.split('.')[0]}"
+            elif part.weight.dtype != torch.float32:
+                yield f"it computes in {part.weight.dtype}"
         if layer.mlp.act_fn(torch.ones(1)) != silu(torch.ones(1)):
-            return "its activation is not silu"
-    return None
+            yield "its activation is not silu"
 
 
 def blocked_layer(

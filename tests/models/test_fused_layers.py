@@ -191,6 +191,8 @@ def test_what_blocks_cannot_compute_says_why():
     assert "bfloat16" in why_not(build().to(torch.bfloat16).model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert why_not(build().model) == "it computes under autocast"
+    wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"hidden_size": 512}))
+    assert why_not(wide.model) == "its width of 512 is above 256"
     config = transformers.LlamaConfig(**SIZES, hidden_act="gelu")
     gelu = transformers.LlamaForCausalLM(config).eval()
     assert why_not(gelu.model) == "its activation is not silu"
