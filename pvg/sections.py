@@ -192,7 +192,8 @@ class Training(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
-    blocked_layers: bool = True  # fused_layers on a CPU: a layer as two functions, on blocks of tokens that fit a cache
+    # fused_layers on a CPU: a layer as two functions on blocks of tokens that fit a cache; pays with one thread alone
+    blocked_layers: bool = False
     fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
     router_replay: bool = False  # a mixture of experts is trained, and its reference asked, with the experts that each

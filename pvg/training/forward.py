@@ -34,7 +34,7 @@ class ForwardSettings:
     shared_prompts: bool = True
     fused_logprobs: bool = True
     fused_layers: bool = True
-    blocked_layers: bool = True
+    blocked_layers: bool = False
     precision: str = "float32"
     router_replay: bool = False
 
