@@ -67,7 +67,7 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 seeds: $(STAMP)  ## play the embedded game with five seeds and write docs/embedded-game.md (about 20 minutes)
 	$(BIN)/python docs/make_embedded_game.py
 
-equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (half an hour)
+equality: $(STAMP)  ## play five seeds with all switches slow and all fast, write docs/equality.md (20 minutes on 2 cores)
 	$(BIN)/python docs/make_equality.py
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)

@@ -41,8 +41,9 @@ COLUMNS = [
 ]
 
 
-def run_seed(seed: int, root: Path, overrides: Sequence[str]) -> None:
-    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has begun."""
+def run_seed(seed: int, root: Path, overrides: Sequence[str], *, quiet: bool = False) -> None:
+    """Play seed `seed` to the end: nothing to do where it is complete, resumed where it has begun. A quiet one, beside
+    others, shows what it wrote only where it fails."""
     run = root / run_name(seed)
     begun = (run / "state.json").exists()
     if begun and state_of(seed, root)["phase"] == "complete":
@@ -55,7 +56,13 @@ def run_seed(seed: int, root: Path, overrides: Sequence[str]) -> None:
     for setting in settings:
         command += ["--set", setting]
     print("+", " ".join(command), file=sys.stderr)
-    subprocess.run(command, check=True)
+    if not quiet:
+        subprocess.run(command, check=True)
+        return
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}seed {seed} failed with exit code {done.returncode}: repeat the command above.")
+    print(f"seed {seed} of {root} is complete", file=sys.stderr)
 
 
 def run_name(seed: int) -> str:

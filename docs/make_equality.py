@@ -1,6 +1,7 @@
 """Plays the embedded game with all switches slow and with all switches fast, and writes docs/equality.md.
 
-    python docs/make_equality.py                          # five seeds of each, one after the other (`make equality`)
+    python docs/make_equality.py                          # five seeds of each, a core for each game (`make equality`)
+    python docs/make_equality.py --jobs 1                 # one game after the other, each on all cores
     python docs/make_equality.py --only-table             # from the runs that exist
     python docs/make_equality.py --side slow              # only plays that side
 
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from pvg.store.run_directory import RunDirectory
 HERE = Path(__file__).parent
 PROFILE = "e2e"
 SIDES = ("slow", "fast")
-ROUNDS = 1  # of mint, verifier and prover: five seeds of each side take half an hour
+ROUNDS = 1  # of mint, verifier and prover
 SIGNIFICANT = 0.05
 
 Switches = dict[str, Any]
@@ -61,10 +64,22 @@ def switches() -> dict[str, Switches]:
     return found
 
 
-def play(side: str, seeds: Sequence[int], root: Path, settings: Sequence[str]) -> None:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in switches()[side].items()]
-    for seed in seeds:
-        run_seed(seed, root / side, [*overrides, *settings])
+def play(sides: Sequence[str], seeds: Sequence[int], root: Path, settings: Sequence[str], jobs: int) -> None:
+    """`jobs` games at a time, the slow ones first. A game that fails lets those that have begun end, then raises."""
+    overrides = {
+        side: [f"{key}={json.dumps(value)}" for key, value in values.items()] for side, values in switches().items()
+    }
+    with ThreadPoolExecutor(jobs) as pool:
+        games = [
+            pool.submit(run_seed, seed, root / side, [*overrides[side], *settings], quiet=jobs > 1)
+            for side in sides
+            for seed in seeds
+        ]
+        try:
+            for game in as_completed(games):
+                game.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def check_switches(side: str, seed: int, root: Path) -> None:
@@ -159,10 +174,18 @@ def page(root: Path, seeds: Sequence[int]) -> str:
         verdict=verdict(rows),
         table="\n".join(table(rows)),
         switches="\n".join(switch_table()),
+        threads=threads_of(root, seeds),
         slow_s=f"{seconds['slow']:.0f}",
         fast_s=f"{seconds['fast']:.0f}",
         code=", ".join(sorted({state_of(seed, root / side)["code_version"] for side in SIDES for seed in seeds})),
     )
+
+
+def threads_of(root: Path, seeds: Sequence[int]) -> str:
+    """What stands behind the seconds of a game."""
+    runs = [RunDirectory.open(run_name(seed), root / side) for side in SIDES for seed in seeds]
+    alone = {run.experiment().models.threads for run in runs} == {1}
+    return "in one thread each, with other games beside it" if alone else "one after the other"
 
 
 def main() -> None:
@@ -170,15 +193,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--root", type=Path, default=Path("runs/equality"), help="holds slow/ and fast/")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="of both")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="games at a time, a thread each")
     parser.add_argument("--side", choices=SIDES, help="only play this side, and write no page")
     parser.add_argument("--only-table", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "equality.md")
     options = parser.parse_args()
     seeds = range(options.seeds)
-    settings = [f"game.rounds={ROUNDS}", *options.overrides]
+    settings = [f"game.rounds={ROUNDS}", *(["models.threads=1"] if options.jobs > 1 else []), *options.overrides]
     if not options.only_table:
-        for side in [options.side] if options.side else SIDES:
-            play(side, seeds, options.root, settings)
+        play([options.side] if options.side else SIDES, seeds, options.root, settings, options.jobs)
     if options.side:
         return
     made = page(options.root, seeds)

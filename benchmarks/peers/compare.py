@@ -172,8 +172,9 @@ def sides(row: Row, folder: Path, shared: Mapping[str, Any], peer: Path) -> dict
         "HF_HOME": str(folder / "hugging-face"),
         "TOKENIZERS_PARALLELISM": "true",
     }
-    ours = environment | {spinning.VARIABLE: str(spinning.TURNS)}  # as `pvg` itself has it
-    ours |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    if not any(name in environment for name in (spinning.VARIABLE, *spinning.OTHERS)):
+        environment[spinning.VARIABLE] = str(spinning.TURNS)  # as `pvg` itself has it; TRL's threads share the gain
+    ours = environment | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     theirs = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
     workers = {"TRL": (peer, "trl", theirs), "pvg": (Path(sys.executable), "pvg", ours)}
     return {
