@@ -112,6 +112,40 @@ def test_the_engine_answers_in_its_own_time_and_with_the_versions_of_its_moments
     asyncio.run(work())
 
 
+def test_each_sample_draws_its_latencies_anew_and_alike_in_all_variants() -> None:
+    """Else all samples replay one tail, and their spread is that of the trainer alone."""
+
+    async def served(draw: int) -> float:
+        engine = ChildEngine(max_in_flight=4)
+        await engine.start(rollouts(), batches=2)
+        try:
+            engine.pace(0.02, 1.0, 8, draw)
+            return (await engine.generate(request("000/train_prover/00001/00000/00"))).timing.service_s
+        finally:
+            await engine.close()
+
+    times = [asyncio.run(served(draw)) for draw in (0, 1, 2)]
+    wanted = [0.02 * drawn_time(f"{draw}/00001/00000/00", 1.0, 8) for draw in (0, 1, 2)]
+    assert all(took >= want for took, want in zip(times, wanted, strict=True))
+    assert len(set(wanted)) == 3
+    workload = WORKLOADS["pipeline"](load_profile("pipeline", TINY))
+    assert draws_of(workload, samples=3) == [0, 1, 2]
+
+
+def draws_of(workload: Any, samples: int) -> list[int]:
+    """What the engine is told to draw, without a step being played."""
+    told: list[int] = []
+
+    async def nothing(steps: int, skip: int) -> tuple[float, float, list[Any]]:
+        return 1.0, 0.5, []
+
+    workload._play = nothing
+    workload._engine = SimpleNamespace(pace=lambda median_s, sigma, longest, draw: told.append(draw))
+    for index in range(samples):
+        asyncio.run(workload.sample(index))
+    return told
+
+
 def request(id_: str) -> GenerationRequest:
     return GenerationRequest(id_, np.array([5], np.int32), Sampling(9, ()), 1)
 
