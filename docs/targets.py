@@ -86,7 +86,8 @@ def times_more_rollouts(label: str) -> Callable[[BenchReport], Figure]:
         variant = report.variants[figure.place]
         if "length_kept" not in variant.derived:
             raise UsageError(f"The report of {report.command!r} does not say what {label!r} has kept (`length_kept`).")
-        told = f"{figure.told}, `{label}`: its rollouts are {100 * variant.derived['length_kept']:.0f} % as long as those ordered"
+        kept = f"{100 * variant.derived['length_kept']:.0f} %"
+        told = f"{figure.told}, `{label}`: its rollouts are {kept} as long as those ordered"
         if "tokens_per_s" in variant.samples:
             told += f", {times_better('tokens_per_s', label)(report).told} in tokens/s"
         return replace(figure, told=told)
@@ -145,8 +146,8 @@ TARGETS = (
         "peers-grpo.json",
         times_better("step_s"),
         "What is left is arithmetic at float32 on the same cores: the forward and backward pass takes as long as it "
-        "does in TRL once prompts are shared; micro-batches of other sizes, matrix products blocked over layers, attention "
-        "by batched products, and a transposed key cache were tried and bought nothing.",
+        "does in TRL once prompts are shared; micro-batches of other sizes, matrix products blocked over layers, "
+        "attention by batched products, and a transposed key cache were tried and bought nothing.",
         least=2.0,
         beside=("rollout_s", "train_s"),
     ),
