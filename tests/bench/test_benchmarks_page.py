@@ -3,7 +3,10 @@ for the same work only. (Targets and scaling: test_benchmarks_page_tables.py.)""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import orjson
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
+from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +24,7 @@ sys.path.insert(0, str(DOCS))
 
 from other_ladders import outdated  # noqa: E402
 from reference_figures import reference_lines  # noqa: E402
+from targets import TARGETS  # noqa: E402
 
 
 def made(reports: Path, *arguments: str) -> tuple[int, str, str]:
@@ -197,6 +202,42 @@ def test_failed_and_broken_reports_make_no_page(tmp_path: Path) -> None:
     assert "failed: No model of that name." in err
     (tmp_path / "failed.json").write_text("{}")
     assert made(tmp_path)[0] == 2
+
+
+# --- how the reports are made -----------------------------------------------------------------------------------------
+
+
+def made_by_make() -> set[str]:
+    """The reports that the Makefile's targets write; those of vLLM's sweeps, whose names the shell makes, aside."""
+    text = (DOCS.parent / "Makefile").read_text()
+    loops = re.findall(r"for profile in ([^;]+);[^;]+--out \$\(REPORTS\)/\$\$profile(\S*\.json)", text)
+    swept = {f"{name}{end}" for names, end in loops for name in names.replace("\\", " ").split()}
+    return swept | set(re.findall(r"\$\(REPORTS\)/([a-z0-9-]+\.json)", text))
+
+
+def test_make_writes_every_report_that_the_page_shows_or_wants() -> None:
+    shown = {path.name for path in (DOCS / "benchmarks").glob("*.json") if not path.name.startswith("rollout-vllm-")}
+    assert (shown | {target.file for target in TARGETS}) - made_by_make() == set()
+
+
+def test_every_command_that_a_profile_names_can_be_planned() -> None:
+    """Those that need no server or run, up to their first sample."""
+    planned = 0
+    for path in sorted((DOCS.parent / "profiles").glob("*.toml")):
+        for command in re.findall(r"^#   pvg bench (--profile .*?)(?:  .*)?$", path.read_text(), re.MULTILINE):
+            words = shlex.split(command)
+            if {"--server", "--serve", "--replay"} & set(words):
+                continue
+            options = argparse.ArgumentParser()
+            options.add_argument("--profile")
+            options.add_argument("--sweep")
+            options.add_argument("-s", action="append", default=[])
+            options.add_argument("--ablate", action="store_true")
+            options.add_argument("--interleave", action="store_true")
+            given = options.parse_args(words)
+            plan_bench(given.profile, given.s, sweep=given.sweep, ablate=given.ablate)
+            planned += 1
+    assert planned > 20
 
 
 # --- beside the figures of others ------------------------------------------------------------------------------------
