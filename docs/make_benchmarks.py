@@ -4,6 +4,8 @@
     python docs/make_benchmarks.py                                     # writes both
     python docs/make_benchmarks.py --check                             # exit 1 when one is not what they give
 
+Reports of a ladder that their profile no longer has are named; with --check, exit 1.
+
 Figures of other systems stand beside ours only where the work is the same (reference_figures.py); the page says in
 words why it is not where it is not.
 """
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from other_ladders import outdated
 from peer_tables import NAME as PEERS
 from peer_tables import peer_lines
 from readme_ladder import FILE as LADDER
@@ -256,7 +259,7 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, default=HERE / "benchmarks", help="the folder with the reports")
     parser.add_argument("--out", type=Path, help="the page; the README is then left alone (docs/benchmarks.md)")
     parser.add_argument("--readme", type=Path, help="the README to write the ladder into (README.md)")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page or a ladder is another")
     options = parser.parse_args()
     readme = options.readme or (None if options.out else HERE.parent / "README.md")
     try:
@@ -265,11 +268,14 @@ def main() -> int:
         made = {options.out or HERE / "benchmarks.md": page(reports, template)}
         if readme is not None and LADDER in reports:
             made[readme] = with_ladder(readme.read_text(encoding="utf-8"), reports[LADDER])
+        others = list(outdated(reports))
     except PvgError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    for line in others:
+        print(line, file=sys.stderr)
     if options.check:
-        return max([differing(path, text) for path, text in made.items()])
+        return max([bool(others), *(differing(path, text) for path, text in made.items())])
     for path, text in made.items():
         path.write_text(text, encoding="utf-8")
         print(f"{path}: {len(reports)} reports")

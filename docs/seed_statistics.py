@@ -47,8 +47,11 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
 def joint_p(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
     """`a[m]` and `b[m]` are the values of metric m, one for each seed of that side, in the same order for all metrics.
 
-    1 where nothing differs in any metric. Raises ValueError for metrics of different numbers of seeds.
+    1 where nothing differs in any metric. Raises ValueError without a metric, or without a seed on one of the sides:
+    there is nothing to deal then, and any p would be a verdict; and for metrics of different numbers of seeds.
     """
+    if not a or not b or not all(a) or not all(b):
+        raise ValueError("no metric has values of both sides: there is nothing to compare")
     pooled_MS = np.array([[*x, *y] for x, y in zip(a, b, strict=True)], dtype=np.float64)
     spread_M = pooled_MS.std(axis=1)
     pooled_MS = pooled_MS[spread_M > 0] / spread_M[spread_M > 0, None]

@@ -35,7 +35,8 @@ class Workload(Protocol):
         ...
 
     async def sample(self, index: int) -> Mapping[str, float]:
-        """Do the work once and measure it: one value per measure. The same work for every index."""
+        """Do the work once and measure it: one value per measure. The same work for every index; where chance decides
+        how long it takes, another draw for each index, which is the same in all variants."""
         ...
 
     def derived(self) -> Mapping[str, float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_reports import PROFILE, higher, lower, made_report, variant
 
-from pvg.bench.report import BenchReport
+from pvg.bench.report import BenchReport, Budget
 from pvg.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,7 +18,7 @@ sys.path.insert(0, str(DOCS))
 
 from readme_ladder import BEGIN, END, with_ladder  # noqa: E402
 from scaling_tables import growths, scaling_lines  # noqa: E402
-from targets import TARGETS, target_lines  # noqa: E402
+from targets import TARGETS, beside_it, idle_share, target_lines  # noqa: E402
 
 AROUND = [0.98, 0.99, 1.0, 1.01, 1.02]
 
@@ -110,6 +111,54 @@ def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
         target_lines({"pipeline.json": report}), "trainer's idle share, pipeline on, with the synchronous one beside it"
     )
     assert "| 10 % (9.8 – 10.2), `rollout.prefetch=1`; synchronous 50 % (49 – 51) | reached |" in row
+
+
+def stragglers_report(deadline: float, partial: float) -> BenchReport:
+    """Wait-for-all, a deadline, spo with partial rollouts, and one more that no target is about."""
+    sides = (("none", 1.0, 1.0, 0.0), ("0.25", deadline, 0.6, 0.0), ("0.2, spo, partial", partial, 0.88, 1.5))
+    return made_report(
+        *(
+            variant(
+                {"rollouts_per_s": higher(around(100 * faster)), "tokens_per_s": higher(around(5000 * faster * kept))},
+                f"rollout.group_deadline_s={label}",
+                derived={"length_kept": kept, "staleness": stale},
+            ).model_copy(update={"budget": Budget(wall_s=1.0, steps=5, exposed={f"part_{label}": 1.0}, busy={})})
+            for label, faster, kept, stale in (*sides, ("9", 9.0, 0.1, 0.0))
+        )
+    )
+
+
+def test_what_a_deadline_pays_for_its_speed_with_is_told_beside_it_and_where_it_is_reached() -> None:
+    """The row would otherwise compare batches of long answers with batches of short ones."""
+    lines = target_lines({"stragglers.json": stragglers_report(3.0, 2.5)})
+    row = row_of(lines, "rollouts/s with a deadline against wait-for-all, heavy-tailed latency")
+    assert "| 3.00x (" in row
+    assert ", `rollout.group_deadline_s=0.25`: its rollouts are 60 % as long as those ordered, 1.80x (" in row
+    assert ") in tokens/s | reached |" in row
+    row = row_of(lines, "rollouts/s with spo against wait-for-all, heavy-tailed latency")
+    assert "| 2.50x (" in row
+    assert (
+        ", `rollout.group_deadline_s=0.2, spo, partial`: its rollouts are 88 % as long as those ordered, 2.20x (" in row
+    )
+    silent = [side.model_copy(update={"derived": {}}) for side in stragglers_report(3.0, 2.5).variants]
+    with pytest.raises(UsageError, match="length_kept"):
+        target_lines({"stragglers.json": made_report(*silent)})
+
+
+def test_a_missed_target_tells_the_time_and_the_figures_of_the_variant_that_it_is_about() -> None:
+    """Which is not the last of its report."""
+    lines = target_lines({"stragglers.json": stragglers_report(1.2, 1.5)})
+    told = [line for line in lines if line.startswith("- Not reached")]
+    assert [line.partition("goes: ")[2] for line in told] == ["part 0.25 100 %.", "part 0.2, spo, partial 100 %."]
+    target = next(target for target in TARGETS if target.file == "stragglers.json")
+    about = replace(target, beside=("length_kept",))
+    report = stragglers_report(1.2, 1.5)
+    assert beside_it(about, report, about.read(report)).startswith(" Ours against theirs: `length_kept` 0.6 against 1.")
+    idle = made_report(
+        *(variant({"trainer_idle": lower(around(idle), "1")}, f"k={n}") for n, idle in enumerate((0.5, 0.3, 0.4))),
+        config={"profile": PROFILE | {"headline": "trainer_idle"}, "experiment": {}},
+    )
+    assert idle_share(idle).place == 1
 
 
 def test_a_report_that_lacks_the_measure_is_refused() -> None:

@@ -188,6 +188,11 @@ def test_bytes_grow_with_the_tokens_joined_once_and_with_their_square_each_time(
     assert copied("quadratic", 2048) / copied("quadratic", 1024) == pytest.approx(4, rel=0.03)
 
 
+def test_rungs_whose_fast_side_is_no_product_code_say_so() -> None:
+    patterns = {rung.switch for rung in load_profile(PROFILE).profile.ladder if "not product code" in rung.says}
+    assert patterns == {"workload.join", "workload.fan_out"}
+
+
 def request(name: str = "a") -> GenerationRequest:
     return GenerationRequest(name, np.arange(2, dtype=np.int32), Sampling(7, ()), seed=1)
 

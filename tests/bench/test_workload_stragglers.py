@@ -76,6 +76,50 @@ def test_partial_rollouts_lose_no_token_and_go_on_from_sample_to_sample() -> Non
     assert variant.derived["staleness_max"] >= 1.0
 
 
+def asked(samples: int, *overrides: str) -> list[dict[int, int]]:
+    """What each sample asked its engine for: place in the order of all rollouts -> length."""
+
+    async def play() -> list[dict[int, int]]:
+        workload = stragglers.make(load_profile("profiles/stragglers.toml", [*TINY, *overrides]))
+        assert isinstance(workload, Stragglers)
+        await workload.open()
+        engine, size = workload._engine, workload._experiment.rollout.group_size
+        generate = engine.generate
+        found: list[dict[int, int]] = []
+
+        async def recorded(request: GenerationRequest) -> Any:
+            _, group, index = request.id.rsplit("/", 2)
+            found[-1][int(group) * size + int(index)] = engine._length(request)
+            return await generate(request)
+
+        engine.generate = recorded  # type: ignore[method-assign]
+        for index in range(samples):
+            found.append({})
+            await workload.sample(index)
+        return found
+
+    return asyncio.run(play())
+
+
+def test_each_sample_draws_its_lengths_anew_and_alike_in_all_variants() -> None:
+    """Else all samples replay one tail, and their spread is that of the timer."""
+    whole, first = asked(3, *SMALL), asked(3, *FIRST_12)
+    assert [sorted(sample) for sample in whole] == [list(range(32 * i, 32 * i + 32)) for i in range(3)]
+    assert len({tuple(sample[place] for place in sorted(sample)) for sample in whole}) == 3
+    assert first == whole
+
+
+def test_partial_rollouts_take_the_same_lengths_in_their_order() -> None:
+    """They order fewer in a sample than the others; none is left out, none has another length when it goes on."""
+    whole = {place: length for sample in asked(3, *SMALL) for place, length in sample.items()}
+    deadline = ("rollout.group_deadline_s=0.003", "rollout.partial=true", "rollout.partial_versions=99")
+    partial = asked(3, *SMALL, *deadline)
+    places = sorted({place for sample in partial for place in sample})
+    assert places == list(range(len(places)))
+    assert 32 < len(places) <= 96
+    assert all(whole[place] == length for sample in partial for place, length in sample.items())
+
+
 def test_the_profile_compares_variants_that_order_the_same() -> None:
     plan = plan_bench("profiles/stragglers.toml", list(TINY))
     assert [choice.label.partition("=")[0] for choice in plan.choices] == ["rollout.group_deadline_s"] * 5

@@ -55,6 +55,12 @@ def test_together_one_of_many_metrics_must_differ_by_more() -> None:
     assert joint_p([[1.0, 1.0]], [[1.0, 1.0]]) == 1.0
 
 
+@pytest.mark.parametrize("values", [[], [[]]])
+def test_without_a_metric_that_all_seeds_have_there_is_no_p(values: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="nothing to compare"):
+        joint_p(values, values)
+
+
 def test_the_joint_p_holds_its_rate() -> None:
     draw = random.Random(1)
     trials, found = 200, 0

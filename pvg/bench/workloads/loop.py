@@ -13,7 +13,8 @@ Five switches have a naive side, as research code does it (pvg.bench.workloads.l
 makes one JSON text of all records on the loop instead of an Arrow shard, `workload.commit = "loop"` writes the shard on
 the loop instead of in a thread, `workload.join = "quadratic"` copies a completion anew for every chunk and every turn,
 `workload.fan_out = "always"` makes a task for each request in flight to find that there is nothing to do, and
-`rollout.grading = "loop"`, which is the product's own switch, decodes and grades on the loop.
+`rollout.grading = "loop"`, which is the product's own switch, decodes and grades on the loop. The fast sides of `join`
+and `fan_out` are the benchmark's own too: these two measure a pattern, not product code.
 
 Where the product's own design stalls the loop is derived: `rollout_stall_ms` while rollouts arrive, `commit_stall_ms`
 while they are committed; and `decode_ms` and `grade_ms` are the work for each single rollout that has arrived.

@@ -1,6 +1,10 @@
 """The two sides of the loop workload's switches: how chunks are joined, how records are written, who is looked after.
 
-The naive sides are what research code does: correct, and quadratic, on the event loop, or for nothing.
+The naive sides are what research code does: correct, and quadratic, on the event loop, or for nothing. The fast sides
+are the product's where it has them (the shards, their thread, grading). `JoinOnce` and the glance of `Aged` stand for a
+pattern that the product follows in other forms: pvg.rollout.vllm.wire.Stretch keeps the tokens of a stream in lists to
+its end, without turns and with the experts in one piece, and pvg.rollout.pipeline compares ages where a version is
+published. Their rungs say so.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ a child process (pvg.bench.workloads.pipeline_child) that hands over real comple
 when the workload opens, whatever the version: the trainer's work is real, and so is what is waited for. The engine's
 pace is set before each sample, from what the trainer took for its steps in the sample before (in the first, from a few
 steps that waited for nobody): with `rollout.concurrency` requests at once it delivers a batch in `engine_share` times
-that.
+that. The tails are drawn anew for each sample, so that the spread of the samples is theirs too; sample i has the same
+ones in all variants.
 
 A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured. `trainer_idle` is the share of
 their time in which the trainer did not train: waiting, but also scores, credit, publishing and bookkeeping.
@@ -168,7 +169,7 @@ class PipelinedSteps:
         batch_s = own.engine_share * self._trained_step_s
         # A request takes this in the mean, so that `concurrency` of them at once make a batch in batch_s.
         mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
-        self._engine.pace(mean_s / _mean_over_median(own.sigma), own.sigma, own.longest)
+        self._engine.pace(mean_s / _mean_over_median(own.sigma), own.sigma, own.longest, draw=index)
         self._batch_s.append(batch_s)
         wall_s, trained_s, measured = await self._play(own.fill + own.steps, skip=own.fill)
         self._steps += measured

@@ -6,13 +6,15 @@ after as long as a server would have sampled it.
 Reads one JSON object per line from standard input and writes one per line to standard output:
 
     {"completions": {KEY: [token_ids, logprobs, finish_reason], ...}}     first of all
-    {"pace": seconds, "sigma": s, "longest": n}     half of the requests take longer than `seconds`, none n times that
+    {"pace": seconds, "sigma": s, "longest": n, "draw": i}
+                                                    half of the requests take longer than `seconds`, none n times that
     {"ask": KEY, "id": ID}                          -> {"id", "tokens", "logprobs", "finish", "spans", "service_s"}
     {"cancel": ID}                                  no answer
     {"version": v}                                  -> {"version": v}: tokens from here on are of that version
 
-A request takes equally long whoever asks for it: its log-normal time follows from its key alone. Updates do not
-interrupt it; its tokens come at an even pace and have the version of their moment. The end of the input ends it.
+A request takes equally long whoever asks for it: its log-normal time follows from its key and the number of the draw
+alone. Updates do not interrupt it; its tokens come at an even pace and have the version of their moment. The end of the
+input ends it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Child:
         self._completions: dict[str, tuple[list[int], list[float], str]] = {}
         self._running: dict[str, Asked] = {}
         self._version = 0
-        self._pace, self._sigma, self._longest = 0.0, 0.0, 1
+        self._pace, self._sigma, self._longest, self._draw = 0.0, 0.0, 1, 0
 
     def take(self, message: dict[str, Any]) -> None:
         if "ask" in message:
@@ -60,13 +62,14 @@ class Child:
                 asked.versions.append((time.perf_counter(), self._version))
             self._say({"version": self._version})
         elif "pace" in message:
-            self._pace, self._sigma, self._longest = message["pace"], message["sigma"], message["longest"]
+            self._pace, self._sigma = message["pace"], message["sigma"]
+            self._longest, self._draw = message["longest"], message["draw"]
         else:
             self._completions = message["completions"]
 
     def _ask(self, key: str, id_: str) -> None:
         now = time.perf_counter()
-        seconds = self._pace * drawn_time(key, self._sigma, self._longest)
+        seconds = self._pace * drawn_time(f"{self._draw}/{key}", self._sigma, self._longest)
         asked = self._running[id_] = Asked(key, now, seconds, [(now, self._version)])
         asked.timer = asyncio.get_running_loop().call_later(seconds, self._answer, id_)
 

@@ -66,9 +66,9 @@ class ChildEngine(Engine):
         assert self._process.stdin is not None
         await self._process.stdin.drain()
 
-    def pace(self, median_s: float, sigma: float, longest: int) -> None:
-        """How long requests take from here on: `median_s` in the median."""
-        self._say({"pace": median_s, "sigma": sigma, "longest": longest})
+    def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
+        """How long requests take from here on: `median_s` in the median, each as `draw` and its place say."""
+        self._say({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Raises StateError when the process has ended."""

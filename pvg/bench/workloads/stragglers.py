@@ -6,8 +6,9 @@
 The dispatcher and the credit are the product's; the engine and the trainer are stand-ins that only take time: rollouts
 of log-normal length (pvg.bench.workloads.stragglers_engine), and a trainer that takes `train_s` for a whole batch, less
 for one that was cut. Sampling and training take turns, as in the synchronous game: nothing hides one behind the other.
-All variants order the same rollouts, which take equally long in each; with partial rollouts a sample goes on with what
-the one before has left unfinished, as a long run would.
+Every sample draws its lengths anew, so that the spread of the samples is that of the tails and not of a timer alone;
+sample i of all variants orders the same rollouts, which take equally long in each. With partial rollouts a sample goes
+on with what the one before has left unfinished, as a long run would.
 
 Rollouts and tokens per second count what was trained on. A deadline leaves out the longest: `length_kept` says how much
 shorter the rest is in the mean than what was ordered, which is what the speed is paid with. Partial rollouts pay with
@@ -23,6 +24,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
@@ -90,25 +92,16 @@ class Stragglers:
     def __init__(self, experiment: Experiment, own: Settings) -> None:
         self._experiment, self._own = experiment, own
         self._rollouts = experiment.training.groups * experiment.rollout.group_size
-        self._kept: list[float] = []  # mean tokens of the rollouts that were kept, over the mean of all
+        self._lengths: list[NDArray[np.int64]] = []  # [batches x rollouts] of each sample
+        self._played = self._kept_rollouts = self._kept_tokens = 0  # samples; what was trained on in all of them
         self._oldest = 0.0  # versions that any of them was behind
 
     async def open(self) -> None:
         experiment, own = self._experiment, self._own
         rollout = experiment.rollout
         task, tokenizer = open_task(experiment.task), Tokenizer(modchain_tokenizer())
-        self._lengths_BN = [
-            drawn_lengths(
-                self._rollouts,
-                own.median_tokens,
-                own.sigma,
-                own.median_tokens * own.longest,
-                seed_for(own.seed, "bench", "lengths", batch),
-            )
-            for batch in range(own.batches)
-        ]
         self._engine = HeavyTailedEngine(
-            np.concatenate(self._lengths_BN),
+            self._drawn(0),
             own.median_tokens / own.median_s,
             rollout.group_size,
             rollout.concurrency,
@@ -119,8 +112,25 @@ class Stragglers:
         self._orders = fixed_orders(experiment, task, render, self._rollouts, own.seed)
         self._partial = partial_sampling(experiment, self._dispatcher)
 
+    def _drawn(self, index: int) -> NDArray[np.int64]:
+        """The lengths of all samples up to `index`, one behind the other, each from a seed of (sample, batch).
+
+        It is one sequence, whose places the groups' numbers name. Variants that keep nothing begin sample i at the
+        first place of its stretch. Partial rollouts are carried over the end of a sample, and fewer new ones are
+        ordered beside them: those variants take the same sequence in its order, each from where it is. So none of
+        them leaves out a rollout that the others had to wait for, or has one twice.
+        """
+        own = self._own
+        for sample in range(len(self._lengths), index + 1):
+            seeds = [seed_for(own.seed, "bench", "lengths", sample, batch) for batch in range(own.batches)]
+            longest = own.median_tokens * own.longest
+            drawn = [drawn_lengths(self._rollouts, own.median_tokens, own.sigma, longest, seed) for seed in seeds]
+            self._lengths.append(np.concatenate(drawn))
+        return np.concatenate(self._lengths[: index + 1])
+
     def work(self) -> dict[str, Any]:
-        lengths = np.concatenate(self._lengths_BN)
+        """`longest_over_median` is that of sample 0: of what was drawn, however many samples were taken."""
+        lengths = self._drawn(0)
         return {
             **self._own.model_dump(mode="json"),
             "rollouts_ordered": self._rollouts,
@@ -129,9 +139,10 @@ class Stragglers:
         }
 
     async def sample(self, index: int) -> dict[str, float]:
+        self._engine.lengths_N = self._drawn(index)
         started, sampled_s, batches = time.perf_counter(), 0.0, []
         trained_s, behind = 0.0, 0.0
-        for number in range(self._own.batches):
+        for number in range(index * self._own.batches, (index + 1) * self._own.batches):
             with span("rollout"):
                 groups, seconds = await self._sampled(number)
             sampled_s += seconds
@@ -146,7 +157,9 @@ class Stragglers:
         count = sum(cut["rollouts"] for cut in cuts)
         lost = sum(cut["tokens_lost"] for cut in cuts)
         kept = sum(len(r.completion_ids) for groups in batches for group in groups for r in group.rollouts)
-        self._kept.append(kept / count / float(np.concatenate(self._lengths_BN).mean()))
+        self._played += 1
+        self._kept_rollouts += int(count)
+        self._kept_tokens += kept
         return {
             "rollouts_per_s": count / wall_s,
             "tokens_per_s": kept / wall_s,
@@ -175,7 +188,7 @@ class Stragglers:
         return groups, time.perf_counter() - started
 
     def _plan(self, number: int) -> tuple[list[GroupOrder], Call]:
-        """The orders of a batch, numbered through all batches."""
+        """The orders of a batch, numbered through all batches of all samples."""
         first = number * len(self._orders)
         orders = [replace(order, group=first + place) for place, order in enumerate(self._orders)]
         return orders, Call(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
@@ -193,6 +206,13 @@ class Stragglers:
     def derived(self) -> dict[str, float]:
         """`length_kept`: the mean length of the rollouts that were trained on, over that of all that were ordered;
         `staleness_max`: versions by which the oldest of them was behind."""
-        return {"length_kept": float(np.mean(self._kept)), "staleness_max": self._oldest}
+        return {"length_kept": self._kept_tokens / self._kept_rollouts / self._ordered(), "staleness_max": self._oldest}
+
+    def _ordered(self) -> float:
+        """Mean length of what was ordered so far."""
+        count = self._played * self._own.batches * self._rollouts
+        if self._partial is not None:
+            count = self._partial.state()["ordered"] * self._experiment.rollout.group_size
+        return float(self._drawn(self._played - 1)[:count].mean())
 
     async def close(self) -> None: ...

@@ -26,11 +26,12 @@ def drawn_lengths(count: int, median: float, sigma: float, longest: int, seed: i
 
 class HeavyTailedEngine(StandInEngine):
     """Each request gets `tokens_per_s`, however many there are. `lengths_N` are the tokens of the rollouts in the order
-    of their groups' numbers, `group_size` for each, and then from the beginning again."""
+    of their groups' numbers, `group_size` for each, and then from the beginning again; between requests, they may be
+    replaced by a longer sequence with the same beginning."""
 
     def __init__(self, lengths_N: NDArray[np.int64], tokens_per_s: float, group_size: int, max_in_flight: int) -> None:
         super().__init__(max_in_flight)
-        self._lengths_N = lengths_N
+        self.lengths_N = lengths_N
         self._tokens_per_s = tokens_per_s
         self._group_size = group_size
         self._running: dict[str, asyncio.Future[bool]] = {}  # whether it has ended by itself
@@ -65,7 +66,7 @@ class HeavyTailedEngine(StandInEngine):
 
     def _length(self, request: GenerationRequest) -> int:
         _, group, index = request.id.rsplit("/", 2)
-        return int(self._lengths_N[(int(group) * self._group_size + int(index)) % len(self._lengths_N)])
+        return int(self.lengths_N[(int(group) * self._group_size + int(index)) % len(self.lengths_N)])
 
     def _tokens(self, request: GenerationRequest, seconds: float) -> int:
         """Of its completion after so long; the last one would be its end."""
