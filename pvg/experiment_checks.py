@@ -128,6 +128,14 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
         return found
     of_batch = training.loss == "spo" or rollout.partial
     whole = _rollouts_of_deadline(experiment)
+    # spo's deadline is the batch's: of a group it may leave one, unless fewer are cut than that takes.
+    may_leave_one = 1 < rollout.group_size <= 1 + whole - rollout.min_group
+    if training.loss == "spo" and not rollout.partial and game.reward in ("src", "decoupled") and may_leave_one:
+        found.append(
+            f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
+            "rollout.group_deadline_s may leave it none with training.loss = 'spo', whose batch it cuts wherever it is "
+            "late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
+        )
     if rollout.min_group > whole:
         found.append(
             f"rollout.min_group = {rollout.min_group} is more than the {whole} rollouts that rollout.group_deadline_s "

@@ -275,8 +275,12 @@ IMPOSSIBLE = [
         "training.minibatches = 128 does not fit the 64 rollouts",
     ),
     (
-        ["rollout.group_deadline_s=9", "training.loss=spo", "training.minibatches=4"],
+        ["rollout.group_deadline_s=9", "training.loss=spo", "game.reward=cgc", "training.minibatches=4"],
         "training.minibatches = 4 does not fit the 2 rollouts",
+    ),
+    (
+        ["rollout.group_deadline_s=9", "training.loss=spo", "rollout.min_group=249"],
+        "rollout.group_deadline_s may leave it none with training.loss = 'spo'",
     ),
     (
         ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.prefetch=1"],
@@ -328,6 +332,9 @@ POSSIBLE = [
     ["rollout.min_group=9"],
     ["rollout.group_deadline_s=9", "rollout.min_group=8"],
     ["rollout.group_deadline_s=9", "training.minibatches=64"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=250", "training.loss=spo"],
+    ["rollout.group_deadline_s=9", "training.loss=spo", "game.reward=cgc"],
+    ["rollout.group_deadline_s=9", "training.loss=spo", "rollout.partial=true"],
     ["rollout.group_deadline_s=9", "rollout.min_group=256", "training.loss=spo"],
     ["rollout.group_deadline_s=9", "rollout.min_group=256", "rollout.partial=true"],
     ["rollout.group_deadline_s=9", "rollout.min_group=1", "rollout.partial=true"],

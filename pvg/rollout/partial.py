@@ -10,8 +10,8 @@ others are cut: the engine hands back their tokens, log-probs and versions, and 
 A group is carried whole, its finished members with it, and is handed over when it is complete. So its mean is over the
 group as it was ordered; were the fast members used at once, they would be compared with each other alone, and the slow
 ones later with nobody. (Kimi k1.5, arXiv 2501.12599, keeps the unfinished parts of long rollouts for later iterations;
-APRIL, arXiv 2509.18521, carries groups that are not complete when a batch is full, and loses no token.) spo, which
-takes no statistics of groups, is handed each rollout by itself.
+APRIL, arXiv 2509.18521, carries groups that are not complete when a batch is full, and loses no token.) Where neither
+the loss nor the reward compares the members of a group, each rollout is handed over by itself.
 
 A carried group grows old. `versions` bounds how far its oldest token may be behind the policy that samples for it; then
 it is used with those that are finished, if they are two or more, and the rest is given up and counted.
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pvg.records import Group, Rollout
-from pvg.rollout.deadlines import Deadline, training_deadline
+from pvg.rollout.deadlines import Deadline, compares_within_groups, training_deadline
 from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
 from pvg.rollout.engine import Begun, CutShort, Engine
 
@@ -247,7 +247,7 @@ def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialS
         versions=experiment.rollout.partial_versions,
         groups=experiment.training.groups,
         size=experiment.rollout.group_size,
-        whole=experiment.training.loss != "spo",
+        whole=compares_within_groups(experiment),
     )
 
 
