@@ -100,6 +100,11 @@ def _impossible_prefetch(experiment: Experiment) -> list[str]:
             "rollout.group_deadline_s cuts whole batches with training.loss = 'spo', and rollout.prefetch keeps none "
             "together: it takes what is there first and waits for no straggler; leave rollout.group_deadline_s out"
         )
+    if rollout.prefetch and rollout.logprobs == "recomputed":
+        found.append(
+            f"rollout.prefetch = {rollout.prefetch} trains on rollouts of older weights, and rollout.logprobs = "
+            "'recomputed' knows only the newest; set it to 'sampled', or rollout.prefetch to 0"
+        )
     if training.off_policy == "decoupled" and rollout.logprobs == "recomputed":
         found.append(
             "training.off_policy = 'decoupled' compares the policy with the sampler, whose log-probs "

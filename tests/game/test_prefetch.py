@@ -266,6 +266,7 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
             "rollout.prefetch keeps none together",
         ),
         ({"training.off_policy": "decoupled", "rollout.logprobs": "recomputed"}, "whose log-probs"),
+        ({"rollout.prefetch": 2, "rollout.logprobs": "recomputed"}, "rollout.prefetch = 2 trains on rollouts of older"),
         ({"rollout.prefetch": -1}, "rollout.prefetch"),
         ({"rollout.max_staleness": 0}, "rollout.max_staleness"),
     ],
@@ -296,3 +297,13 @@ def test_what_is_probably_not_meant_is_said() -> None:
     assert "training.importance_cap has no effect" in found
     (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": 1, "engine": "vllm"})
     assert "has no ratio" in found
+
+
+@pytest.mark.parametrize("stale", [{"prefetch": 2, "engine": "vllm"}, {"partial": True, "group_deadline_s": 9.0}])
+def test_what_is_recommended_to_rloo_is_never_refused(stale: dict[str, Any]) -> None:
+    # Where it would be, because no log-probs of the sampler are left to compare with, there is no such experiment.
+    with pytest.raises(ConfigurationError, match="knows only the newest; set it to 'sampled'"):
+        build_experiment({"training": {"loss": "rloo"}, "rollout": {**stale, "logprobs": "recomputed"}})
+    (found,) = warned(training={"loss": "rloo"}, rollout=stale)
+    assert "set training.off_policy to 'decoupled'" in found
+    assert warned(training={"loss": "rloo", "off_policy": "decoupled"}, rollout=stale) == []
