@@ -144,18 +144,21 @@ class Pipeline:
         self.version = version
         self._buffer.expire(version)
         for task, gate in self._running.items():
-            if gate.version is not None and version - gate.version > self._budget and task not in self._hopeless:
-                self._hopeless.add(task)
-                task.cancel()
+            if gate.version is not None and version - gate.version > self._budget:
+                self._give_up(task)
         self._room.set()
 
     async def close(self) -> None:
         """Cancel and await everything. Closing twice does nothing."""
         producer, self._producer = self._producer, None
-        tasks = [*self._running, *([producer] if producer is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks: list[asyncio.Task[Any]] = [*self._running]
+        if producer is not None:
+            tasks.append(producer)
+            for task in tasks:
+                if task not in self._hopeless:
+                    task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     # --- producing -----------------------------------------------------------------------------------------------
 
@@ -207,6 +210,11 @@ class Pipeline:
         if self._error is None:
             self._error = error
         for task in self._running:
+            self._give_up(task)
+        self._came.set()
+
+    def _give_up(self, task: asyncio.Task[Group]) -> None:
+        """Once: a second cancellation would interrupt the cleaning up after the first."""
+        if task not in self._hopeless:
             self._hopeless.add(task)
             task.cancel()
-        self._came.set()
