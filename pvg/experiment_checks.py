@@ -321,6 +321,11 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
     if experiment.rollout.decoding == "module" and "batching" in experiment.rollout.model_fields_set:
         found.append("rollout.batching has no effect on rollout.decoding = 'module', which decodes whole batches")
+    asked = experiment.rollout.shared_attention and "shared_attention" in experiment.rollout.model_fields_set
+    if experiment.rollout.decoding == "module" and asked:
+        found.append("rollout.shared_attention has no effect on rollout.decoding = 'module'; set that to 'lean'")
+    if training.blocked_layers and (missing := _missing_for_blocks(experiment)):
+        found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
     found += _idle_servers(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
@@ -346,6 +351,17 @@ def oddities(experiment: Experiment) -> list[str]:
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
     return found
+
+
+def _missing_for_blocks(experiment: Experiment) -> list[str]:
+    """What pvg.models.blocked_layers needs of the settings and has not. (What it needs of the model, it says itself.)"""
+    training = experiment.training
+    needed = {
+        "training.fused_layers = true": training.fused_layers,
+        "training.shared_prompts = true": training.shared_prompts,
+        "training.precision = 'float32'": training.precision == "float32",
+    }
+    return [setting for setting, there in needed.items() if not there]
 
 
 def _odd_prefetch(experiment: Experiment) -> list[str]:

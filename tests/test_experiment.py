@@ -457,6 +457,36 @@ def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
     assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"fused_layers": False}, "training.fused_layers = true"),
+        ({"shared_prompts": False}, "training.shared_prompts = true"),
+        ({"precision": "bfloat16"}, "training.precision = 'float32'"),
+        (
+            {"fused_layers": False, "precision": "bfloat16"},
+            "training.fused_layers = true and training.precision = 'float32'",
+        ),
+    ],
+)
+def test_blocked_layers_that_nothing_computes_are_told(settings: dict[str, Any], missing: str) -> None:
+    def warned(**training: Any) -> list[str]:
+        return build_experiment({"game": {"reward": "cgc"}, "training": training}).warnings()
+
+    assert warned(**settings, blocked_layers=True) == [f"training.blocked_layers has no effect without {missing}"]
+    assert warned(**settings) == warned(blocked_layers=True) == []
+
+
+def test_shared_attention_that_was_asked_for_and_is_not_computed_is_told() -> None:
+    def warned(**rollout: Any) -> list[str]:
+        return build_experiment({"game": {"reward": "cgc"}, "rollout": rollout}).warnings()
+
+    (found,) = warned(decoding="module", shared_attention=True)
+    assert "rollout.shared_attention has no effect on rollout.decoding = 'module'" in found
+    assert warned(decoding="module") == warned(decoding="module", shared_attention=False) == []
+    assert warned(shared_attention=True) == []
+
+
 def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
     partial = {"partial": True, "group_deadline_s": 9.0}
     for training in ({"off_policy": "decoupled"}, {"loss": "rloo", "off_policy": "decoupled"}):
