@@ -354,7 +354,7 @@ def oddities(experiment: Experiment) -> list[str]:
 
 
 def _missing_for_blocks(experiment: Experiment) -> list[str]:
-    """What pvg.models.blocked_layers needs of the settings and has not. (What it needs of the model, it says itself.)"""
+    """What pvg.models.blocked_layers needs of the settings and has not. (What of the model, it says itself.)"""
     training = experiment.training
     needed = {
         "training.fused_layers = true": training.fused_layers,

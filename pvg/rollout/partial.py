@@ -121,7 +121,7 @@ class _Cut:
         self._late = True
         try:
             self._cut_if_enough()
-        except Exception as error:  # nobody awaits a timer: the batch ends, and raises it
+        except Exception as error:  # noqa: BLE001 - nobody awaits a timer: the batch raises it
             self._error = error
             for task in self.asked.values():
                 task.cancel()

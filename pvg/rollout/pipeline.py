@@ -9,9 +9,10 @@
 `sample(number, gate)` samples group `number`; it holds `gate` around each of its requests. Numbers go up from `begun`
 and none is given twice. Groups, not batches, are kept in flight: one that takes long holds up no other.
 
-Invariants: in flight and waiting there are never more than `capacity` groups, and never less while `start`ed and room;
-requests in flight are at most `concurrency`; no rollout that `take` returns is over the budget (pvg.rollout.buffer);
-the first error of a group, or of the pipeline itself, is raised by the next `take`; after `close` nothing runs.
+Invariants: in flight and waiting there are never more than `capacity` groups, nor more than are still `wanted`, and
+never less while `start`ed and room; requests in flight are at most `concurrency`; no rollout that `take` returns is
+over the budget (pvg.rollout.buffer); the first error of a group, or of the pipeline itself, is raised by the next
+`take`; after `close` nothing runs.
 
 `take` always ends: no version is published while it waits, so what is begun meanwhile is not stale when it comes.
 """
@@ -77,13 +78,16 @@ class Pipeline:
         version: int,
         begun: int = 0,
         prefer: Prefer = "fresh",
+        wanted: int | None = None,
     ) -> None:
+        """`wanted`: how many groups will be taken in all; None: nobody knows."""
         if capacity < 1 or budget < 0:
             raise ValueError(f"a pipeline of {capacity} groups and {budget} versions")
         self.version = version
         self.begun = begun
         self._sample = sample
         self._capacity = capacity
+        self._wanted = wanted
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
@@ -121,14 +125,17 @@ class Pipeline:
         self._producer.add_done_callback(self._ended)
 
     async def take(self, count: int) -> list[Taken]:
-        """`count` groups, at most the capacity, in the order they came. Raises what a group failed with."""
-        assert count <= self._capacity, "this would wait for ever"
+        """`count` groups, at most the capacity and what is wanted, in the order they came. Raises what a group failed
+        with."""
+        assert count <= self._limit, "this would wait for ever"
         while True:
             if self._error is not None:
                 raise self._error
             taken = self._buffer.take(count, self.version)
             self._room.set()  # for new ones, or because some were dropped
             if taken is not None:
+                if self._wanted is not None:
+                    self._wanted -= count
                 return taken
             self._came.clear()
             self._starved = True
@@ -160,6 +167,11 @@ class Pipeline:
         if tasks:
             await asyncio.wait(tasks)
 
+    @property
+    def _limit(self) -> int:
+        """Groups that may be in flight and waiting: none that nobody will take."""
+        return self._capacity if self._wanted is None else min(self._capacity, self._wanted)
+
     # --- producing -----------------------------------------------------------------------------------------------
 
     async def _produce(self) -> None:
@@ -176,7 +188,7 @@ class Pipeline:
 
     def _fill(self) -> bool:
         """Begin new groups where there is room. Whether any is in flight."""
-        while self._error is None and len(self._running) + len(self._buffer) < self._capacity:
+        while self._error is None and len(self._running) + len(self._buffer) < self._limit:
             gate = Gate(self, self._semaphore)
             task = asyncio.create_task(self._sample(self.begun, gate))
             self.begun += 1

@@ -157,7 +157,7 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 
     async def work() -> None:
         prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
-        prefetcher.start(version=0)
+        prefetcher.start(version=0, batches=9)
         for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
             await asyncio.sleep(0)
         groups, metrics = await prefetcher.batch(5)
@@ -170,6 +170,25 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 
     asyncio.run(work())
     assert (len(scorer.asked) >= 2 * GROUPS) == at_once
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"training.minibatches": 2, "training.steps": 2 * STEPS - 1}], ids=["one step", "minibatches"]
+)
+def test_nothing_is_sampled_beyond_the_last_batch(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[tuple[int, int]] = []
+    close = Prefetcher.close
+
+    async def noting(self: Prefetcher) -> None:
+        closed.append((self.begun, self._open.lost.groups_cancelled + self._open.in_flight + self._open.waiting))
+        await close(self)
+
+    monkeypatch.setattr(Prefetcher, "close", noting)
+    # No rollout grows too old, so each that is begun is trained on.
+    played(changed({**AHEAD, **settings, "rollout.max_staleness": 99}), tmp_path)
+    assert closed == [(STEPS * GROUPS, 0)]
 
 
 def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:

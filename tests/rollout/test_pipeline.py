@@ -54,10 +54,17 @@ class Sampler:
 
 
 def opened(
-    sampler: Sampler, *, capacity: int = 4, budget: int = 2, concurrency: int = 100, version: int = 0, begun: int = 0
+    sampler: Sampler,
+    *,
+    capacity: int = 4,
+    budget: int = 2,
+    concurrency: int = 100,
+    version: int = 0,
+    begun: int = 0,
+    wanted: int | None = None,
 ) -> Pipeline:
     sampler.pipeline = Pipeline(
-        sampler, capacity=capacity, budget=budget, concurrency=concurrency, version=version, begun=begun
+        sampler, capacity=capacity, budget=budget, concurrency=concurrency, version=version, begun=begun, wanted=wanted
     )
     sampler.pipeline.start()
     return sampler.pipeline
@@ -89,6 +96,37 @@ def test_in_flight_and_waiting_fill_the_capacity_and_never_more() -> None:
         await pipeline.close()
         await pipeline.close()
         assert sampler.cancelled == [4, 5, 6]
+
+    run(work())
+
+
+def test_no_group_is_begun_that_nobody_will_take() -> None:
+    async def work() -> None:
+        sampler = Sampler([1.0])
+        pipeline = opened(sampler, capacity=6, budget=9, wanted=8)
+        taken = []
+        for step in range(4):
+            await asyncio.sleep(5)
+            taken += numbers(await pipeline.take(2))
+            pipeline.published(step + 1)
+        await asyncio.sleep(5)
+        assert sampler.begun == sorted(taken) == [*range(8)]
+        await pipeline.close()
+        assert sampler.cancelled == []
+
+    run(work())
+
+
+def test_what_is_given_up_near_the_end_is_sampled_anew() -> None:
+    async def work() -> None:
+        sampler = Sampler([100.0, 1.0, 100.0, 1.0])
+        pipeline = opened(sampler, capacity=4, budget=0, wanted=4)
+        assert numbers(await pipeline.take(2)) == [1, 3]
+        pipeline.published(1)  # the other two are too old
+        assert numbers(await pipeline.take(2)) == [4, 5]
+        await asyncio.sleep(5)
+        assert (sampler.begun, sampler.cancelled) == ([*range(6)], [0, 2])
+        await pipeline.close()
 
     run(work())
 
