@@ -44,7 +44,7 @@ class Prefetcher:
 
     def start(self, version: int, batches: int) -> None:
         """Begin to sample; the trainer has `version`, and so has the engine. `batches` are left of the phase, which may
-        end before: beyond them nothing is sampled, as nobody would train on it."""
+        end before: when the last is taken nothing more is begun, as nobody would train on it."""
         rollout, groups = self._experiment.rollout, self._experiment.training.groups
         self._pipeline = Pipeline(
             self._sample,

@@ -9,8 +9,8 @@
 `sample(number, gate)` samples group `number`; it holds `gate` around each of its requests. Numbers go up from `begun`
 and none is given twice. Groups, not batches, are kept in flight: one that takes long holds up no other.
 
-Invariants: in flight and waiting there are never more than `capacity` groups, nor more than are still `wanted`, and
-never less while `start`ed and room; requests in flight are at most `concurrency`; no rollout that `take` returns is
+Invariants: in flight and waiting there are never more than `capacity` groups, and never less while `start`ed, room and
+groups `wanted`; requests in flight are at most `concurrency`; no rollout that `take` returns is
 over the budget (pvg.rollout.buffer); the first error of a group, or of the pipeline itself, is raised by the next
 `take`; after `close` nothing runs.
 
@@ -127,7 +127,8 @@ class Pipeline:
     async def take(self, count: int) -> list[Taken]:
         """`count` groups, at most the capacity and what is wanted, in the order they came. Raises what a group failed
         with."""
-        assert count <= self._limit, "this would wait for ever"
+        assert count <= self._capacity, "this would wait for ever"
+        assert self._wanted is None or count <= self._wanted, "more than was said to be wanted"
         while True:
             if self._error is not None:
                 raise self._error
@@ -167,11 +168,6 @@ class Pipeline:
         if tasks:
             await asyncio.wait(tasks)
 
-    @property
-    def _limit(self) -> int:
-        """Groups that may be in flight and waiting: none that nobody will take."""
-        return self._capacity if self._wanted is None else min(self._capacity, self._wanted)
-
     # --- producing -----------------------------------------------------------------------------------------------
 
     async def _produce(self) -> None:
@@ -188,7 +184,9 @@ class Pipeline:
 
     def _fill(self) -> bool:
         """Begin new groups where there is room. Whether any is in flight."""
-        while self._error is None and len(self._running) + len(self._buffer) < self._limit:
+        # Before the last batch is taken there may be more than it needs: so it waits for no straggler either.
+        wanted = self._error is None and self._wanted != 0
+        while wanted and len(self._running) + len(self._buffer) < self._capacity:
             gate = Gate(self, self._semaphore)
             task = asyncio.create_task(self._sample(self.begun, gate))
             self.begun += 1
