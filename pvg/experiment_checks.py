@@ -100,6 +100,11 @@ def _impossible_prefetch(experiment: Experiment) -> list[str]:
             "rollout.group_deadline_s cuts whole batches with training.loss = 'spo', and rollout.prefetch keeps none "
             "together: it takes what is there first and waits for no straggler; leave rollout.group_deadline_s out"
         )
+    if rollout.prefetch and rollout.logprobs == "recomputed":
+        found.append(
+            f"rollout.prefetch = {rollout.prefetch} trains on rollouts of older weights, and rollout.logprobs = "
+            "'recomputed' knows only the newest; set it to 'sampled', or rollout.prefetch to 0"
+        )
     if training.off_policy == "decoupled" and rollout.logprobs == "recomputed":
         found.append(
             "training.off_policy = 'decoupled' compares the policy with the sampler, whose log-probs "
@@ -128,6 +133,14 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
         return found
     of_batch = training.loss == "spo" or rollout.partial
     whole = _rollouts_of_deadline(experiment)
+    # spo's deadline is the batch's: of a group it may leave one, unless fewer are cut than that takes.
+    may_leave_one = 1 < rollout.group_size <= 1 + whole - rollout.min_group
+    if training.loss == "spo" and not rollout.partial and game.reward in ("src", "decoupled") and may_leave_one:
+        found.append(
+            f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
+            "rollout.group_deadline_s may leave it none with training.loss = 'spo', whose batch it cuts wherever it is "
+            "late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
+        )
     if rollout.min_group > whole:
         found.append(
             f"rollout.min_group = {rollout.min_group} is more than the {whole} rollouts that rollout.group_deadline_s "
@@ -308,6 +321,11 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append("training.lora_alpha has no effect on training.lora_rank = 0, which trains all weights")
     if experiment.rollout.decoding == "module" and "batching" in experiment.rollout.model_fields_set:
         found.append("rollout.batching has no effect on rollout.decoding = 'module', which decodes whole batches")
+    asked = experiment.rollout.shared_attention and "shared_attention" in experiment.rollout.model_fields_set
+    if experiment.rollout.decoding == "module" and asked:
+        found.append("rollout.shared_attention has no effect on rollout.decoding = 'module'; set that to 'lean'")
+    if training.blocked_layers and (missing := _missing_for_blocks(experiment)):
+        found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
     found += _idle_servers(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
@@ -333,6 +351,17 @@ def oddities(experiment: Experiment) -> list[str]:
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
     return found
+
+
+def _missing_for_blocks(experiment: Experiment) -> list[str]:
+    """What pvg.models.blocked_layers needs of the settings and has not. (What of the model, it says itself.)"""
+    training = experiment.training
+    needed = {
+        "training.fused_layers = true": training.fused_layers,
+        "training.shared_prompts = true": training.shared_prompts,
+        "training.precision = 'float32'": training.precision == "float32",
+    }
+    return [setting for setting, there in needed.items() if not there]
 
 
 def _odd_prefetch(experiment: Experiment) -> list[str]:

@@ -275,8 +275,12 @@ IMPOSSIBLE = [
         "training.minibatches = 128 does not fit the 64 rollouts",
     ),
     (
-        ["rollout.group_deadline_s=9", "training.loss=spo", "training.minibatches=4"],
+        ["rollout.group_deadline_s=9", "training.loss=spo", "game.reward=cgc", "training.minibatches=4"],
         "training.minibatches = 4 does not fit the 2 rollouts",
+    ),
+    (
+        ["rollout.group_deadline_s=9", "training.loss=spo", "rollout.min_group=249"],
+        "rollout.group_deadline_s may leave it none with training.loss = 'spo'",
     ),
     (
         ["rollout.partial=true", "rollout.group_deadline_s=9", "rollout.prefetch=1"],
@@ -328,6 +332,9 @@ POSSIBLE = [
     ["rollout.min_group=9"],
     ["rollout.group_deadline_s=9", "rollout.min_group=8"],
     ["rollout.group_deadline_s=9", "training.minibatches=64"],
+    ["rollout.group_deadline_s=9", "rollout.min_group=250", "training.loss=spo"],
+    ["rollout.group_deadline_s=9", "training.loss=spo", "game.reward=cgc"],
+    ["rollout.group_deadline_s=9", "training.loss=spo", "rollout.partial=true"],
     ["rollout.group_deadline_s=9", "rollout.min_group=256", "training.loss=spo"],
     ["rollout.group_deadline_s=9", "rollout.min_group=256", "rollout.partial=true"],
     ["rollout.group_deadline_s=9", "rollout.min_group=1", "rollout.partial=true"],
@@ -448,6 +455,36 @@ def test_asked_for_accumulation_makes_the_micro_batches_smaller(tmp_path: Path) 
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
     assert any(key in warning for warning in build_experiment(overrides).warnings())
     assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"fused_layers": False}, "training.fused_layers = true"),
+        ({"shared_prompts": False}, "training.shared_prompts = true"),
+        ({"precision": "bfloat16"}, "training.precision = 'float32'"),
+        (
+            {"fused_layers": False, "precision": "bfloat16"},
+            "training.fused_layers = true and training.precision = 'float32'",
+        ),
+    ],
+)
+def test_blocked_layers_that_nothing_computes_are_told(settings: dict[str, Any], missing: str) -> None:
+    def warned(**training: Any) -> list[str]:
+        return build_experiment({"game": {"reward": "cgc"}, "training": training}).warnings()
+
+    assert warned(**settings, blocked_layers=True) == [f"training.blocked_layers has no effect without {missing}"]
+    assert warned(**settings) == warned(blocked_layers=True) == []
+
+
+def test_shared_attention_that_was_asked_for_and_is_not_computed_is_told() -> None:
+    def warned(**rollout: Any) -> list[str]:
+        return build_experiment({"game": {"reward": "cgc"}, "rollout": rollout}).warnings()
+
+    (found,) = warned(decoding="module", shared_attention=True)
+    assert "rollout.shared_attention has no effect on rollout.decoding = 'module'" in found
+    assert warned(decoding="module") == warned(decoding="module", shared_attention=False) == []
+    assert warned(shared_attention=True) == []
 
 
 def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:

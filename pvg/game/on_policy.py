@@ -86,7 +86,8 @@ class OnPolicySource:
         """The engine has the trainer's `version`. To be called outside of spans."""
         if self.prefetcher is not None:
             self._since = self._now()
-            self.prefetcher.start(version)
+            training = self.session.experiment.training
+            self.prefetcher.start(version, -(-training.steps // training.minibatches) - self.batches_done)
 
     def published(self, version: int) -> None:
         """The trainer's new `version` has reached the engine."""

@@ -42,8 +42,9 @@ class Prefetcher:
         """Go on behind the first `begun` groups."""
         self._begun = begun
 
-    def start(self, version: int) -> None:
-        """Begin to sample; the trainer has `version`, and so has the engine."""
+    def start(self, version: int, batches: int) -> None:
+        """Begin to sample; the trainer has `version`, and so has the engine. `batches` are left of the phase, which may
+        end before: when the last is taken nothing more is begun, as nobody would train on it."""
         rollout, groups = self._experiment.rollout, self._experiment.training.groups
         self._pipeline = Pipeline(
             self._sample,
@@ -53,6 +54,7 @@ class Prefetcher:
             version=version,
             begun=self._begun,
             prefer=rollout.prefer,
+            wanted=batches * groups,
         )
         self._pipeline.start()
 

@@ -31,7 +31,7 @@ def knows(decoder: nn.Module) -> bool:
     return type(decoder) in DECODERS
 
 
-def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool = True) -> Tensor:
+def fused_hidden(decoder: nn.Module, packed: PackedRows, blocked: bool) -> Tensor:
     """The last hidden states [T, D] of one of DECODERS. Differentiable; its layers are checkpointed where
     pvg.training.trainer.checkpoint_layers said so. `blocked`: by pvg.models.blocked_layers where these can."""
     model = cast(Any, decoder)

@@ -78,7 +78,7 @@ def shared_prompt_logprobs(
     logits_chunk: int = DEFAULT_LOGITS_CHUNK,
     fused: bool = True,
     fused_layers: bool = True,
-    blocked_layers: bool = True,
+    blocked_layers: bool = False,
 ) -> Tensor:
     """The same as `completion_logprobs` of the padded rows, with every distinct prompt computed once.
 

@@ -5,7 +5,7 @@ transformer but its attention works on single tokens, so that it does not notice
 prompts see themselves, and each completion sees its own prompt's keys and values and itself, gradients included.
 
     packed = pack_rows(sequences, prompt_lengths, device)
-    hidden_TD = packed_hidden(module, packed, fused_layers)
+    hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
 
 Invariant: the hidden states are those of the same rows in a padded batch. A model for which they are not (tokens that
 meet outside of attention, an attention of its own) is refused, never computed wrongly.
@@ -38,9 +38,7 @@ _TOLERANCE_BFLOAT16 = 5e-2
 _CHECKED = "_pvg_shared_prompts_checked"
 
 
-def packed_hidden(
-    module: nn.Module, packed: PackedRows, fused_layers: bool = True, blocked_layers: bool = True
-) -> Tensor:
+def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool, blocked_layers: bool) -> Tensor:
     """The decoder's last hidden states: [T, D], one for each token of `packed`. Differentiable.
 
     `fused_layers`: by pvg.models.fused_layers where these know the model; with `blocked_layers`, by
@@ -101,8 +99,9 @@ def _attention_of_packed(
 AttentionInterface.register(ATTENTION, _attention_of_packed)
 
 
-def check_packing(module: nn.Module, fused_layers: bool = True, blocked_layers: bool = True) -> None:
-    """Ask `module` once whether packed rows have the hidden states that they have alone. Raises ConfigurationError."""
+def check_packing(module: nn.Module, fused_layers: bool, blocked_layers: bool) -> None:
+    """Ask `module` once, for each way to compute them, whether packed rows have the hidden states that they have alone.
+    Raises ConfigurationError."""
     way = (fused_layers, blocked_layers)
     if way in module.__dict__.get(_CHECKED, ()):
         return

@@ -27,10 +27,12 @@ Prefer = Literal["fresh", "old"]
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A group, and the trainer's version when it came: what it aged before that it aged in flight."""
+    """A group, and the trainer's version when it came: what it aged before that it aged in flight. `oldest` is the
+    oldest version among its tokens, found once: every group that comes asks it of all that wait."""
 
     group: Group
     arrived: int
+    oldest: int
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class GroupBuffer:
 
     def put(self, group: Group, version: int) -> None:
         """Raises ValueError for a group without rollouts: it has no version."""
-        arrival = Taken(group, version)
+        arrival = Taken(group, version, oldest(group))
         if self._within(arrival, version):
             self._waiting.append(arrival)
         else:
@@ -78,16 +80,14 @@ class GroupBuffer:
         self.expire(version)
         if len(self._waiting) < count:
             return None
-        by_age = sorted(
-            range(len(self._waiting)), key=lambda place: self._sign * oldest(self._waiting[place].group)
-        )  # stable
+        by_age = sorted(range(len(self._waiting)), key=lambda place: self._sign * self._waiting[place].oldest)  # stable
         chosen = set(by_age[:count])
         taken = [arrival for place, arrival in enumerate(self._waiting) if place in chosen]
         self._waiting = [arrival for place, arrival in enumerate(self._waiting) if place not in chosen]
         return taken
 
     def _within(self, arrival: Taken, version: int) -> bool:
-        return version - oldest(arrival.group) <= self._budget
+        return version - arrival.oldest <= self._budget
 
     def _dropped(self, arrival: Taken) -> int:
         self.drops.tokens += sum(len(rollout.completion_ids) for rollout in arrival.group.rollouts)

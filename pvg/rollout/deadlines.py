@@ -44,6 +44,12 @@ def training_deadline(experiment: Experiment) -> Deadline | None:
     return Deadline(rollout.group_deadline_s, rollout.min_group, over)
 
 
+def compares_within_groups(experiment: Experiment) -> bool:
+    """Whether a rollout's advantage depends on others of its problem and role: by the loss, which only spo's does not,
+    or by the reward. One of them alone would be paid for a comparison with itself."""
+    return experiment.training.loss != "spo" or experiment.game.reward in ("src", "decoupled")
+
+
 class Watch:
     """Cuts one set of tasks: cancels those that are not done when its deadline has passed and it has enough."""
 

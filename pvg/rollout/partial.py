@@ -10,8 +10,8 @@ others are cut: the engine hands back their tokens, log-probs and versions, and 
 A group is carried whole, its finished members with it, and is handed over when it is complete. So its mean is over the
 group as it was ordered; were the fast members used at once, they would be compared with each other alone, and the slow
 ones later with nobody. (Kimi k1.5, arXiv 2501.12599, keeps the unfinished parts of long rollouts for later iterations;
-APRIL, arXiv 2509.18521, carries groups that are not complete when a batch is full, and loses no token.) spo, which
-takes no statistics of groups, is handed each rollout by itself.
+APRIL, arXiv 2509.18521, carries groups that are not complete when a batch is full, and loses no token.) Where neither
+the loss nor the reward compares the members of a group, each rollout is handed over by itself.
 
 A carried group grows old. `versions` bounds how far its oldest token may be behind the policy that samples for it; then
 it is used with those that are finished, if they are two or more, and the rest is given up and counted.
@@ -30,8 +30,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pvg.errors import StateError
 from pvg.records import Group, Rollout
-from pvg.rollout.deadlines import Deadline, training_deadline
+from pvg.rollout.deadlines import Deadline, compares_within_groups, training_deadline
 from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
 from pvg.rollout.engine import Begun, CutShort, Engine
 
@@ -92,7 +93,8 @@ class _Cut:
         self._timer: asyncio.TimerHandle | None = None
         self._late = False
         self._complete = 0
-        self.asked: set[str] = set()  # of the engine, by id
+        self._error: Exception | None = None
+        self.asked: dict[str, asyncio.Task[None]] = {}  # of the engine, by id
         self.done = False
 
     def begin(self) -> None:
@@ -104,6 +106,11 @@ class _Cut:
         if self._timer is not None:
             self._timer.cancel()
 
+    def check(self) -> None:
+        """Raises what the engine raised as its time was up."""
+        if self._error is not None:
+            raise self._error
+
     def ended(self, unit: _Unit) -> None:
         """One of its rollouts has ended."""
         if unit.complete:
@@ -112,24 +119,34 @@ class _Cut:
 
     def _expire(self) -> None:
         self._late = True
-        self._cut_if_enough()
+        try:
+            self._cut_if_enough()
+        except Exception as error:  # noqa: BLE001 - nobody awaits a timer: the batch raises it
+            self._error = error
+            for task in self.asked.values():
+                task.cancel()
 
     def _cut_if_enough(self) -> None:
         if self._late and not self.done and self._complete >= self._deadline.least:
             self.done = True
-            self._engine.cut(self.asked)
+            self._engine.cut(self.asked.keys())
 
 
 class PartialSampling:
     """Keeps `groups` groups of `size` in the engine; where carried rollouts are no whole number of groups, the last one
     makes it somewhat more. `whole`: groups are handed over whole; else each rollout by itself. See the module.
 
-    `metrics` are those of the newest batch.
+    `metrics` are those of the newest batch. Raises StateError for an engine that cannot cut.
     """
 
     def __init__(
         self, dispatcher: Dispatcher, deadline: Deadline, *, versions: int, groups: int, size: int, whole: bool
     ) -> None:
+        if getattr(type(dispatcher.engine), "cut", Engine.cut) is Engine.cut:
+            raise StateError(
+                f"{type(dispatcher.engine).__name__} hands back no unfinished completions.",
+                "Set rollout.partial to false.",
+            )
         self._dispatcher = dispatcher
         self._deadline = deadline
         self._versions = versions
@@ -187,7 +204,7 @@ class PartialSampling:
         return units
 
     async def _play(self, units: Sequence[_Unit]) -> None:
-        """Until all that is unfinished has finished, or was cut."""
+        """Until all that is unfinished has finished, or was cut. Raises what the engine does when it shall cut."""
         cut = _Cut(self._deadline, self._dispatcher.engine)
         bound = asyncio.Semaphore(self._dispatcher.concurrency)  # first come, first served
 
@@ -198,7 +215,9 @@ class PartialSampling:
                     return  # it was never asked for in this call
                 cut.begin()
                 name = unit.call.rollout_id(unit.order, index)
-                cut.asked.add(name)
+                task = asyncio.current_task()
+                assert task is not None
+                cut.asked[name] = task
                 try:
                     rollout = await self._dispatcher.rollout(
                         unit.order, index, unit.call, leave=place.aclose, begun=unit.begun.get(index)
@@ -208,7 +227,7 @@ class PartialSampling:
                         unit.begun[index] = short.begun
                     return
                 finally:
-                    cut.asked.discard(name)
+                    del cut.asked[name]
             unit.finished[index] = replace(rollout, group=unit.number)  # two batches number their groups alike
             unit.begun.pop(index, None)
             unit.finishes.append(time.perf_counter())
@@ -223,6 +242,7 @@ class PartialSampling:
             )
         finally:
             cut.stop()
+        cut.check()
 
     # --- over a kill -------------------------------------------------------------------------------------------------
 
@@ -247,7 +267,7 @@ def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialS
         versions=experiment.rollout.partial_versions,
         groups=experiment.training.groups,
         size=experiment.rollout.group_size,
-        whole=experiment.training.loss != "spo",
+        whole=compares_within_groups(experiment),
     )
 
 

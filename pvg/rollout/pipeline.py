@@ -9,9 +9,10 @@
 `sample(number, gate)` samples group `number`; it holds `gate` around each of its requests. Numbers go up from `begun`
 and none is given twice. Groups, not batches, are kept in flight: one that takes long holds up no other.
 
-Invariants: in flight and waiting there are never more than `capacity` groups, and never less while `start`ed and room;
-requests in flight are at most `concurrency`; no rollout that `take` returns is over the budget (pvg.rollout.buffer);
-the first error of a group, or of the pipeline itself, is raised by the next `take`; after `close` nothing runs.
+Invariants: in flight and waiting there are never more than `capacity` groups, and never less while `start`ed, room and
+groups `wanted`; requests in flight are at most `concurrency`; no rollout that `take` returns is
+over the budget (pvg.rollout.buffer); the first error of a group, or of the pipeline itself, is raised by the next
+`take`; after `close` nothing runs.
 
 `take` always ends: no version is published while it waits, so what is begun meanwhile is not stale when it comes.
 """
@@ -77,13 +78,16 @@ class Pipeline:
         version: int,
         begun: int = 0,
         prefer: Prefer = "fresh",
+        wanted: int | None = None,
     ) -> None:
+        """`wanted`: how many groups will be taken in all; None: nobody knows."""
         if capacity < 1 or budget < 0:
             raise ValueError(f"a pipeline of {capacity} groups and {budget} versions")
         self.version = version
         self.begun = begun
         self._sample = sample
         self._capacity = capacity
+        self._wanted = wanted
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
@@ -121,14 +125,18 @@ class Pipeline:
         self._producer.add_done_callback(self._ended)
 
     async def take(self, count: int) -> list[Taken]:
-        """`count` groups, at most the capacity, in the order they came. Raises what a group failed with."""
+        """`count` groups, at most the capacity and what is wanted, in the order they came. Raises what a group failed
+        with."""
         assert count <= self._capacity, "this would wait for ever"
+        assert self._wanted is None or count <= self._wanted, "more than was said to be wanted"
         while True:
             if self._error is not None:
                 raise self._error
             taken = self._buffer.take(count, self.version)
             self._room.set()  # for new ones, or because some were dropped
             if taken is not None:
+                if self._wanted is not None:
+                    self._wanted -= count
                 return taken
             self._came.clear()
             self._starved = True
@@ -144,18 +152,21 @@ class Pipeline:
         self.version = version
         self._buffer.expire(version)
         for task, gate in self._running.items():
-            if gate.version is not None and version - gate.version > self._budget and task not in self._hopeless:
-                self._hopeless.add(task)
-                task.cancel()
+            if gate.version is not None and version - gate.version > self._budget:
+                self._give_up(task)
         self._room.set()
 
     async def close(self) -> None:
         """Cancel and await everything. Closing twice does nothing."""
         producer, self._producer = self._producer, None
-        tasks = [*self._running, *([producer] if producer is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks: list[asyncio.Task[Any]] = [*self._running]
+        if producer is not None:
+            tasks.append(producer)
+            for task in tasks:
+                if task not in self._hopeless:
+                    task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     # --- producing -----------------------------------------------------------------------------------------------
 
@@ -173,7 +184,9 @@ class Pipeline:
 
     def _fill(self) -> bool:
         """Begin new groups where there is room. Whether any is in flight."""
-        while self._error is None and len(self._running) + len(self._buffer) < self._capacity:
+        # Before the last batch is taken there may be more than it needs: so it waits for no straggler either.
+        wanted = self._error is None and self._wanted != 0
+        while wanted and len(self._running) + len(self._buffer) < self._capacity:
             gate = Gate(self, self._semaphore)
             task = asyncio.create_task(self._sample(self.begun, gate))
             self.begun += 1
@@ -207,6 +220,11 @@ class Pipeline:
         if self._error is None:
             self._error = error
         for task in self._running:
+            self._give_up(task)
+        self._came.set()
+
+    def _give_up(self, task: asyncio.Task[Group]) -> None:
+        """Once: a second cancellation would interrupt the cleaning up after the first."""
+        if task not in self._hopeless:
             self._hopeless.add(task)
             task.cancel()
-        self._came.set()

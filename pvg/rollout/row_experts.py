@@ -22,7 +22,8 @@ class RowExperts:
 
     def __init__(self, module: nn.Module, recorder: ExpertRecorder, rows: int, steps: int) -> None:
         experts = max(map(number_of_experts, routers_of(module)))
-        self._dtype = torch.uint8 if experts <= 256 else torch.uint16
+        # torch cannot write rows of a uint16: their bits are held as int16, and seen as uint16 by `_read`.
+        self._dtype = torch.uint8 if experts <= 256 else torch.int16
         self._recorder = recorder
         self._prefix: list[RoutedExperts | None] = [None] * rows
         self._shape = (rows, steps)
@@ -30,7 +31,7 @@ class RowExperts:
 
     def prefilled(self, rows_of: Sequence[Sequence[int]], lengths_B: NDArray[np.int64]) -> None:
         """The pass computed prompt b, padded to the right, for the rows `rows_of[b]`."""
-        experts_TMK = self._recorder.take().to(self._dtype).cpu().numpy()
+        experts_TMK = _read(self._recorder.take().to(self._dtype))
         experts_BLMK = experts_TMK.reshape(len(rows_of), -1, *experts_TMK.shape[1:])
         for prompt, rows in enumerate(rows_of):
             for row in rows:
@@ -47,9 +48,14 @@ class RowExperts:
     def results(self, lengths: Sequence[int]) -> list[RoutedExperts]:
         """[P + C - 1, layers, k] of each row, C its entry in `lengths`. Each is copied once."""
         assert self._steps_NTMK is not None
-        steps_NTMK = self._steps_NTMK.cpu().numpy()
+        steps_NTMK = _read(self._steps_NTMK)
         found = []
         for row, length in enumerate(lengths):
             prefix, sampled = self._prefix[row], steps_NTMK[row, :length]
             found.append(sampled.copy() if prefix is None else np.concatenate([prefix, sampled]))
         return found
+
+
+def _read(experts: Tensor) -> RoutedExperts:
+    found = experts.cpu().numpy()
+    return found.view(np.uint16) if found.dtype == np.int16 else found

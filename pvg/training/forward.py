@@ -80,7 +80,7 @@ def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSetti
     if settings.router_replay:
         check_logits(module)  # forward passes of its own, which must not come while a replay expects the batch's
         if settings.shared_prompts:
-            check_packing(module, settings.fused_layers)
+            check_packing(module, settings.fused_layers, settings.blocked_layers)
         experts_TMK = _experts_by_position(batch, settings.shared_prompts).to(next(module.parameters()).device)
         with replayed_experts(module, experts_TMK):
             return _logprobs(module, batch, settings)

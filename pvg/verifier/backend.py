@@ -61,7 +61,8 @@ class ScoreBackend(Protocol):
         ...
 
     def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
-        """Begin to compute a batch. The caller waits for it before it submits the next."""
+        """Begin to compute a batch. The caller waits for it before it submits the next. A Task may be cancelled, and
+        ends when nothing uses the model any more."""
         ...
 
 

@@ -231,12 +231,13 @@ class ScoreServers:
 
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order; the first failure cancels the others and is raised."""
+    """All results, in order; the first failure cancels the others and is raised when these have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
         if any(not task.done() for task in tasks):  # else there is nobody to wait for
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # a second cancellation would interrupt the cleaning up after the first
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

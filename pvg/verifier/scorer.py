@@ -29,7 +29,7 @@ from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Rollout
 from pvg.telemetry.spans import span
-from pvg.verifier.backend import ScoreBackend, ScoreInput, TorchBackend
+from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
 from pvg.verifier.protocol import Scorer
 from pvg.verifier.rectangle import WIDTH, padded_width
@@ -96,6 +96,7 @@ class VerifierScorer(Scorer):
         self._under_way: dict[ScoreKey, _Job] = {}
         self._queue: list[_Job] = []
         self._worker: asyncio.Task[None] | None = None
+        self._batch: asyncio.Future[Done] | None = None  # what the worker waits for
         self._shared = self._forward_passes = 0
         self._queue_s = self._service_s = 0.0
 
@@ -127,8 +128,12 @@ class VerifierScorer(Scorer):
         self._forget()
 
     async def drop(self) -> None:
-        """Forget what waits, and await what is being computed: whoever asked has left, and the model may be closed."""
+        """Forget what waits, cancel requests to servers, and await what is being computed: whoever asked has left, and
+        the model may be closed."""
         self._forget()
+        # Servers may be gone for minutes. Of work in a thread, cancelling would only lose sight.
+        if isinstance(self._batch, asyncio.Task) and not self._batch.cancelling():
+            self._batch.cancel()
         if self._worker is not None:
             await asyncio.wait([self._worker])
 
@@ -233,9 +238,12 @@ class VerifierScorer(Scorer):
             self._worker = None
 
     async def _compute(self, jobs: list[_Job]) -> None:
-        work = self._backend.submit([job.input for job in jobs])
-        await asyncio.wait([work])  # not awaited: its failure belongs to those who wait for the scores
-        error = work.exception()
+        work = self._batch = self._backend.submit([job.input for job in jobs])
+        try:
+            await asyncio.wait([work])  # not awaited: its failure belongs to those who wait for the scores
+        finally:
+            self._batch = None
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
         if error is None:
             done = work.result()
             self._forward_passes += done.passes

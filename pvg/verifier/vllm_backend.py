@@ -21,6 +21,7 @@ from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ from pvg.serving.labels import Label, Session
 from pvg.serving.limits import ConnectionLimits
 from pvg.serving.pool import HttpPool, Refused, ServerFault
 from pvg.telemetry.events import Events
-from pvg.telemetry.spans import run_in, span
+from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.backend import Done, ScoreInput
 from pvg.verifier.cache import ScoreCache, ScoreKey
 from pvg.verifier.rectangle import batches, rectangle
-from pvg.verifier.score_servers import CONCURRENCY, ScoreServers, together
+from pvg.verifier.score_servers import CONCURRENCY, Answers, ScoreServers, together
 from pvg.verifier.served_heads import ServedImplicit, served_head
 from pvg.weights.transports.files import FilesystemTransport
 from pvg.weights.transports.tensor_file import torch_dtype
@@ -50,6 +51,7 @@ from pvg.weights.transports.transport import Transport
 from pvg.weights.transports.versions import VersionFolders
 from pvg.weights.update import SyncTiming, WeightUpdate
 
+T = TypeVar("T")
 Claim = tuple[object, int]  # a scorer's backend, and how often its weights changed
 
 CANARY_INPUTS = 2  # the first solutions that are scored: text like what is to come, as noise would not be
@@ -146,7 +148,7 @@ class VerifierServing:
         ServerUnavailableError when no server took them, and what the transport raises.
         """
         if self._held is None or self._holder != claim:
-            version = await run_in(self.executor, self._version_of, model)
+            version = await _in_thread(self.executor, self._version_of, model)
             if self._held is None or self._held.digest != version.digest:
                 with span("sync"):
                     await self._open(model, inputs)
@@ -181,7 +183,7 @@ class VerifierServing:
         await self.verifiers.open(model.shape)
         if self.references is not None:
             assert isinstance(self.head, ServedImplicit)
-            self._expected_of_start = await run_in(self.executor, self.head.expected_of_start, model, self._canary)
+            self._expected_of_start = await _in_thread(self.executor, self.head.expected_of_start, model, self._canary)
             await self.references.open(model.shape)
             async with self.references.fleet.updating:
                 await self._proven(self.references, self.references.fleet.alive, self._prove_start)
@@ -219,7 +221,7 @@ class VerifierServing:
         is there. Raises WeightsNotArrivedError when those that are there refuse."""
         transport, fleet = self._present(), self.verifiers.fleet
         await transport.stage(WeightUpdate(label.version, version.tensors, trace), label)
-        expected = await run_in(self.executor, self.head.expected, model, self._canary)
+        expected = await _in_thread(self.executor, self.head.expected, model, self._canary)
         _check_finite(expected, label.version)
         self._published = _Published(label, trace, expected)
         servers, arrived = fleet.alive, []
@@ -374,9 +376,8 @@ class VllmBackend:
                     serving.forget()
             started = time.perf_counter()
             with span("score_service"):
-                answers, (references_N, requests) = await asyncio.gather(
-                    serving.verifiers.ask(inputs), self._references(inputs)
-                )
+                found = await together([serving.verifiers.ask(inputs), self._references(inputs)])
+            answers, (references_N, requests) = cast("tuple[Answers, tuple[Float32, int]]", tuple(found))
             scores_N = serving.head.scores(answers.values, references_N, bias)
             seconds = time.perf_counter() - started
         return Done(scores_N, answers.began, seconds, answers.requests + requests)
@@ -393,7 +394,7 @@ class VllmBackend:
         if not missing:
             found = np.empty(0, dtype=np.float32)
         elif servers is None:
-            found = await run_in(self._serving.executor, self._references_here, missing)
+            found = await _in_thread(self._serving.executor, self._references_here, missing)
         else:
             assert isinstance(self._serving.head, ServedImplicit)
             answers = await servers.ask(missing)
@@ -420,6 +421,18 @@ class VllmBackend:
                 )
                 found[rows] = model.reference(*packed)[: len(rows)].cpu().numpy()
         return found
+
+
+async def _in_thread(executor: Executor, work: Callable[..., T], *arguments: Any) -> T:
+    """As `run_in`; but who is cancelled still waits for the thread, which has a model that may then be closed."""
+    running = submit_in(executor, work, *arguments)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # seen
+        raise
 
 
 async def _or_fault(proof: Awaitable[float]) -> float | ServerFault:

@@ -62,8 +62,12 @@ def test_what_went_on_is_clipped_around_the_policy_at_the_start_of_its_batch(tmp
 @pytest.mark.usefixtures("turns_of_one_step")
 @pytest.mark.parametrize(
     "settings",
-    [{"training.loss": "dapo", "training.minibatches": 2, "training.steps": 12}, {**SPO, "training.groups": 24}],
-    ids=["groups", "spo"],
+    [
+        {"training.loss": "dapo", "training.minibatches": 2, "training.steps": 12},
+        {**SPO, "training.groups": 24},
+        {"training.loss": "spo", "game.reward": "src"},
+    ],
+    ids=["groups", "spo", "spo by a reward that compares"],
 )
 def test_unfinished_groups_go_on_and_every_rollout_is_accounted_for(settings: dict[str, Any], tmp_path: Path) -> None:
     experiment = changed({**PARTIAL, **settings})
@@ -92,6 +96,10 @@ def test_unfinished_groups_go_on_and_every_rollout_is_accounted_for(settings: di
         assert len(rollout.logprobs) == len(rollout.completion_ids) <= experiment.rollout.max_tokens
         assert np.all(np.isfinite(rollout.logprobs))
     assert all(rollout.score is not None and rollout.reward is not None for rollout in kept)
+    # What is compared with others of its group is never trained on without them.
+    batch_of = np.repeat(np.arange(len(steps)), [int(step["rollouts"]) for step in steps])
+    together = Counter((int(batch), rollout.group) for batch, rollout in zip(batch_of, kept, strict=True))
+    assert min(together.values()) >= min(2, size)
     # Those of a group that was not cut short are trained on in one step, whatever their versions.
     members = Counter(rollout.group for rollout in kept)
     assert set(members.values()) <= {size, *range(2, size)}

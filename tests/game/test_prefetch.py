@@ -157,7 +157,7 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 
     async def work() -> None:
         prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
-        prefetcher.start(version=0)
+        prefetcher.start(version=0, batches=9)
         for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
             await asyncio.sleep(0)
         groups, metrics = await prefetcher.batch(5)
@@ -170,6 +170,25 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 
     asyncio.run(work())
     assert (len(scorer.asked) >= 2 * GROUPS) == at_once
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"training.minibatches": 2, "training.steps": 2 * STEPS - 1}], ids=["one step", "minibatches"]
+)
+def test_nothing_is_begun_after_the_last_batch(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    close = Prefetcher.close
+
+    async def noting(self: Prefetcher) -> None:
+        closed.append(self.begun)
+        await close(self)
+
+    monkeypatch.setattr(Prefetcher, "close", noting)
+    # No rollout grows too old: what is begun beyond the last batch is what made sure that it waits for no straggler.
+    played(changed({**AHEAD, **settings, "rollout.max_staleness": 99}), tmp_path)
+    assert closed == [(STEPS + 1) * GROUPS]
 
 
 def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
@@ -266,6 +285,7 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
             "rollout.prefetch keeps none together",
         ),
         ({"training.off_policy": "decoupled", "rollout.logprobs": "recomputed"}, "whose log-probs"),
+        ({"rollout.prefetch": 2, "rollout.logprobs": "recomputed"}, "rollout.prefetch = 2 trains on rollouts of older"),
         ({"rollout.prefetch": -1}, "rollout.prefetch"),
         ({"rollout.max_staleness": 0}, "rollout.max_staleness"),
     ],
@@ -296,3 +316,13 @@ def test_what_is_probably_not_meant_is_said() -> None:
     assert "training.importance_cap has no effect" in found
     (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": 1, "engine": "vllm"})
     assert "has no ratio" in found
+
+
+@pytest.mark.parametrize("stale", [{"prefetch": 2, "engine": "vllm"}, {"partial": True, "group_deadline_s": 9.0}])
+def test_what_is_recommended_to_rloo_is_never_refused(stale: dict[str, Any]) -> None:
+    # Where it would be, because no log-probs of the sampler are left to compare with, there is no such experiment.
+    with pytest.raises(ConfigurationError, match="knows only the newest; set it to 'sampled'"):
+        build_experiment({"training": {"loss": "rloo"}, "rollout": {**stale, "logprobs": "recomputed"}})
+    (found,) = warned(training={"loss": "rloo"}, rollout=stale)
+    assert "set training.off_policy to 'decoupled'" in found
+    assert warned(training={"loss": "rloo", "off_policy": "decoupled"}, rollout=stale) == []

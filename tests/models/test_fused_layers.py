@@ -110,7 +110,8 @@ def test_adapters_are_trained_alone_and_alike():
                     weight.normal_(std=0.1)
         assert why_not(learner.module.get_decoder()) == "its layers hold a Linear of peft"
         assert_same(learner.module)
-        assert all("lora" in n for n in gradients(learner.module, shared_prompt_logprobs(learner.module, *rows())))
+        logprobs_BL = shared_prompt_logprobs(learner.module, *rows(), blocked_layers=True)
+        assert all("lora" in n for n in gradients(learner.module, logprobs_BL))
 
 
 def test_checkpointed_layers_are_computed_twice_to_the_same_bits(blocked, monkeypatch):
@@ -134,8 +135,8 @@ def test_in_bfloat16_the_norms_are_computed_in_float32():
     model = build().to(torch.bfloat16)
     packed = pack_rows(*rows(), "cpu")
     with torch.no_grad():
-        fused_TD = fused_hidden(model.model, packed)
-        plain_TD = packed_hidden(model, packed, fused_layers=False)
+        fused_TD = fused_hidden(model.model, packed, blocked=True)
+        plain_TD = packed_hidden(model, packed, fused_layers=False, blocked_layers=False)
     assert fused_TD.dtype == torch.bfloat16
     torch.testing.assert_close(fused_TD, plain_TD, rtol=0.05, atol=0.05)
 
@@ -144,7 +145,7 @@ def test_under_autocast_the_gradients_are_near_those_of_float32():
     model = build()
     expected = gradients(model, padded(model))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs_BL = shared_prompt_logprobs(model, *rows())
+        logprobs_BL = shared_prompt_logprobs(model, *rows(), blocked_layers=True)
     for name, gradient in gradients(model, logprobs_BL).items():
         assert gradient.dtype == torch.float32
         assert float((gradient - expected[name]).norm()) < 0.05 * float(expected[name].norm()), name
@@ -152,11 +153,11 @@ def test_under_autocast_the_gradients_are_near_those_of_float32():
 
 def test_a_batch_of_a_block_and_one_token_has_the_gradients_of_one_block(monkeypatch):
     model = build("qwen2")
-    expected = gradients(model, shared_prompt_logprobs(model, *rows()))
+    expected = gradients(model, shared_prompt_logprobs(model, *rows(), blocked_layers=True))
     monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
     tokens = pack_rows(*rows(), "cpu").ids_1T.shape[1]
     monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", tokens - 1)
-    for name, gradient in gradients(model, shared_prompt_logprobs(model, *rows())).items():
+    for name, gradient in gradients(model, shared_prompt_logprobs(model, *rows(), blocked_layers=True)).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 

@@ -31,11 +31,11 @@ SIZES = {
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
 
 
-def tiny_experts(kind: str = "mixtral", seed: int = 0, **sizes: int) -> PreTrainedModel:
+def tiny_experts(kind: str = "mixtral", seed: int = 0, experts: int = EXPERTS, **sizes: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     if kind == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**{**SIZES, **sizes}, num_local_experts=EXPERTS)).eval()
-    own = {**SIZES, **sizes, "num_experts": EXPERTS, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+        return MixtralForCausalLM(MixtralConfig(**{**SIZES, **sizes}, num_local_experts=experts)).eval()
+    own = {**SIZES, **sizes, "num_experts": experts, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
     if kind == "qwen2_moe":  # weighs its experts by their probabilities as they are
         own |= {"shared_expert_intermediate_size": 24, "norm_topk_prob": False}
         model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**own))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_groups import made_group
 
+from pvg.records import Group
 from pvg.rollout.buffer import GroupBuffer, Prefer, Taken, oldest
 
 
@@ -65,6 +66,20 @@ def test_any_that_are_within_the_budget_will_do() -> None:
     for version in (0, 3, 9):
         buffer.put(made_group(str(version), [[version]]), version=9)
     assert names(buffer.take(3, version=9)) == ["0", "3", "9"]
+
+
+def test_the_rollouts_of_a_group_are_looked_at_once_however_many_come_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Group] = []
+    monkeypatch.setattr("pvg.rollout.buffer.oldest", lambda group: looked.append(group) or oldest(group))
+    buffer = GroupBuffer(budget=2)
+    groups = [made_group(str(number), [[number % 2]] * 3) for number in range(50)]
+    for group in groups:  # one who waits for all of them asks whenever one comes
+        buffer.put(group, version=1)
+        taken = buffer.take(50, version=1)
+    assert names(taken) == [str(number) for number in range(50)]
+    assert looked == groups
 
 
 def test_a_group_without_rollouts_is_refused() -> None:

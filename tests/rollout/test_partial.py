@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
 from pvg.rollout.deadlines import Deadline
 from pvg.rollout.dispatcher import BEGUN_AT_A_TIME, Call, Dispatcher, GroupOrder
-from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.partial import PartialSampling
 from pvg.weights import WeightUpdate
 
@@ -236,6 +236,39 @@ def test_a_rollout_that_fails_surfaces_and_leaves_nothing_running() -> None:
         assert len(asyncio.all_tasks()) == 1
         assert game.engine._running == {}
         await asyncio.sleep(100)  # no timer fires later
+
+    run_in_virtual_time(work())
+
+
+def test_an_engine_that_cannot_cut_is_refused_before_anything_is_asked_of_it() -> None:
+    class Uncut(HeavyTailedEngine):
+        cut = Engine.cut
+
+    game = Game([1], groups=1, size=2, seconds=1)
+    game.dispatcher.engine = Uncut(np.array([1]), 1.0, 2, 1000)
+    with pytest.raises(StateError, match="Uncut hands back no unfinished completions") as caught:
+        PartialSampling(game.dispatcher, Deadline(1, 1, "batch"), versions=1, groups=1, size=2, whole=True)
+    assert caught.value.remedy == "Set rollout.partial to false."
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it has enough", "at the deadline"])
+@pytest.mark.parametrize("groups", [2, 300])
+def test_what_the_engine_raises_when_it_shall_cut_fails_the_batch(
+    early: bool, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first group is complete after 1 s: before the deadline, or after it. The others take long.
+    game = Game([1, 1, *[50] * (2 * groups - 2)], groups=groups, size=2, seconds=0.5 if early else 2.5)
+
+    def failing(_request_ids: Collection[str]) -> None:
+        raise StateError("the engine has no ears")
+
+    async def work() -> None:
+        monkeypatch.setattr(game.engine, "cut", failing)
+        with pytest.raises(StateError, match="the engine has no ears"):
+            await game.next()
+        assert asyncio.get_running_loop().time() == (1.0 if early else 2.5)
+        assert len(asyncio.all_tasks()) == 1
+        assert game.engine._running == {}
 
     run_in_virtual_time(work())
 

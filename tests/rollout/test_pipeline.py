@@ -15,6 +15,7 @@ from virtual_time import run_in_virtual_time
 from pvg.errors import StateError
 from pvg.records import Group
 from pvg.rollout.buffer import Taken
+from pvg.rollout.dispatcher import all_or_none
 from pvg.rollout.pipeline import Gate, Pipeline
 from pvg.telemetry.spans import Tracer, span
 
@@ -53,10 +54,17 @@ class Sampler:
 
 
 def opened(
-    sampler: Sampler, *, capacity: int = 4, budget: int = 2, concurrency: int = 100, version: int = 0, begun: int = 0
+    sampler: Sampler,
+    *,
+    capacity: int = 4,
+    budget: int = 2,
+    concurrency: int = 100,
+    version: int = 0,
+    begun: int = 0,
+    wanted: int | None = None,
 ) -> Pipeline:
     sampler.pipeline = Pipeline(
-        sampler, capacity=capacity, budget=budget, concurrency=concurrency, version=version, begun=begun
+        sampler, capacity=capacity, budget=budget, concurrency=concurrency, version=version, begun=begun, wanted=wanted
     )
     sampler.pipeline.start()
     return sampler.pipeline
@@ -88,6 +96,24 @@ def test_in_flight_and_waiting_fill_the_capacity_and_never_more() -> None:
         await pipeline.close()
         await pipeline.close()
         assert sampler.cancelled == [4, 5, 6]
+
+    run(work())
+
+
+def test_no_group_is_begun_after_the_last_that_is_wanted_was_taken() -> None:
+    async def work() -> None:
+        sampler = Sampler([1.0])
+        pipeline = opened(sampler, capacity=6, budget=9, wanted=8)
+        taken = []
+        for step in range(4):
+            await asyncio.sleep(5)
+            taken += numbers(await pipeline.take(2))
+            pipeline.published(step + 1)
+        await asyncio.sleep(5)
+        assert len(set(taken)) == 8
+        assert sampler.begun == [*range(6 + 6)]  # those taken before the last two made room, and these two did not
+        await pipeline.close()
+        assert sampler.cancelled == []
 
     run(work())
 
@@ -184,6 +210,46 @@ def test_an_error_surfaces_where_a_batch_is_waited_for() -> None:
         with pytest.raises(StateError, match="the engine is gone"):
             await pipeline.take(3)
         await pipeline.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("how", ["closed", "closed twice", "failed"])
+def test_what_was_given_up_is_left_to_clean_up(how: str) -> None:
+    """Each request of a group takes 5 s to leave the engine; whoever cancels it again meanwhile leaves it there."""
+    in_engine: set[int] = set()
+
+    async def request(index: int, gate: Gate) -> None:
+        async with gate:
+            in_engine.add(index)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(5)
+                in_engine.discard(index)
+
+    async def sample(number: int, gate: Gate) -> Group:
+        if number:
+            await asyncio.sleep(3)  # the second group has asked for nothing yet, and fails while the first cleans up
+            raise StateError("the engine is gone")
+        await all_or_none([[asyncio.create_task(request(index, gate)) for index in range(3)]])
+        raise AssertionError("never")
+
+    async def work() -> None:
+        pipeline = Pipeline(sample, capacity=2 if how == "failed" else 1, budget=0, concurrency=9, version=0)
+        pipeline.start()
+        await asyncio.sleep(1)
+        pipeline.published(1)
+        if how == "failed":
+            with pytest.raises(StateError, match="the engine is gone"):
+                await pipeline.take(1)
+        await asyncio.sleep(1)  # it has begun to clean up
+        assert in_engine == {0, 1, 2}
+        if how == "closed twice":
+            await asyncio.gather(pipeline.close(), pipeline.close())
+        else:
+            await pipeline.close()
+        assert in_engine == set()
 
     run(work())
 

@@ -75,6 +75,21 @@ def test_the_engine_tells_the_experts_of_every_token_but_the_last(kind: str, swi
         assert experts.tolist() == own_choice(module, ids).tolist()
 
 
+@pytest.mark.parametrize("switches", [{}, {"compaction": False, "shared_prefill": False}], ids=["saved", "plain"])
+def test_more_experts_than_a_byte_can_number_are_told_and_replayed(switches: dict[str, Any]) -> None:
+    module = tiny_experts("qwen3_moe", experts=300)
+    batch = batch_of(generate(asked(), model=tiny_model(module=module), routed_experts=True, **switches))
+    assert batch.routed_experts is not None
+    for ids, experts in zip(batch.sequences, batch.routed_experts, strict=True):
+        assert experts.dtype == np.uint16
+        assert experts.tolist() == own_choice(module, ids).tolist()
+    assert max(experts.max() for experts in batch.routed_experts) > 255
+    for how in (SHARED, PADDED):
+        with torch.no_grad():
+            found = batch_logprobs(module, batch, how).numpy()
+        np.testing.assert_allclose(found, batch.on_positions(batch.sampled_logprobs), atol=1e-5)
+
+
 def test_without_being_asked_it_tells_none_and_a_model_without_experts_is_refused() -> None:
     plain = generate(asked(), model=tiny_model(module=tiny_experts()))
     assert [found.routed_experts for found in plain] == [None] * len(plain)

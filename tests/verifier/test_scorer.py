@@ -20,6 +20,8 @@ from tiny_verifiers import (
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import pad_right
 from pvg.records import Role
+from pvg.verifier.backend import TorchBackend
+from pvg.verifier.cache import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 
@@ -268,6 +270,77 @@ def test_a_cancelled_caller_does_not_cancel_the_others(executor):
         model.gate.release()
         assert np.isfinite((await second)[0])
         assert scorer.stats.forward_passes == 1
+
+    asyncio.run(play())
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+class Requests(TorchBackend):
+    """As servers: each batch is a task, and an answer takes until `answer` is set; cancelled, until `left` is."""
+
+    def __init__(self, model, template, executor):
+        super().__init__(model, template.key, ScoreCache(1000), token_budget=4096, executor=executor)
+        self.answer, self.left = asyncio.Event(), asyncio.Event()
+        self.cancelled = 0
+
+    def submit(self, inputs):
+        return asyncio.ensure_future(self._asked(inputs))
+
+    async def _asked(self, inputs):
+        try:
+            await self.answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            await self.left.wait()
+            raise
+        return await super().submit(inputs)
+
+
+async def turns(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_leaving_cancels_what_servers_were_asked_and_loses_nothing_that_is_asked_later(executor):
+    async def play():
+        model = verifier("scalar")
+        scorer = make_scorer(model, executor, head="scalar")
+        scorer._backend = backend = Requests(model, scorer._template, executor)
+        gone = asyncio.create_task(scorer.score([rollout("A1"), rollout("A2")]))
+        await turns()
+        gone.cancel()
+        dropped = [asyncio.create_task(scorer.drop()) for _ in range(2)]
+        await turns()
+        seen = (backend.cancelled, [task.done() for task in dropped])
+        later = asyncio.create_task(scorer.score([rollout("A2"), rollout("A3")]))  # the request has not ended yet
+        await turns()
+        backend.left.set()
+        backend.answer.set()
+        assert np.isfinite(await later).all()
+        await asyncio.gather(*dropped)
+        assert seen == (1, [False, False])
+        assert backend.cancelled == 1
+        assert not scorer._under_way
+        assert scorer.stats.forward_passes == 1
+        await scorer.drop()  # nothing is left to wait for
+
+    asyncio.run(play())
+
+
+def test_leaving_waits_for_a_forward_pass(executor):
+    async def play():
+        model, scorer = gated(executor)
+        call = asyncio.create_task(scorer.score([rollout("A1")]))
+        await began(model)
+        call.cancel()
+        drop = asyncio.create_task(scorer.drop())
+        await turns()
+        assert not drop.done()
+        model.gate.release()
+        await drop
+        assert (scorer.stats.forward_passes, scorer._worker) == (1, None)
 
     asyncio.run(play())
 

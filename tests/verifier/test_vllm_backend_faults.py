@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny_verifiers import rollout
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, WeightsNotArrivedError
 from pvg.verifier import score_servers
+from pvg.verifier.vllm_backend import VllmBackend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from fault_proxy import Fault, FaultProxy
@@ -306,6 +308,43 @@ def test_a_cancelled_call_leaves_the_servers_to_others(tmp_path, executor):
             await bench.assert_right(scorer, some(8))
 
     asyncio.run(play())
+
+
+def test_leaving_waits_for_no_server_but_for_what_is_computed_here(tmp_path, executor, monkeypatch):
+    began, gate, ended = threading.Event(), threading.Event(), []
+    references_here = VllmBackend._references_here
+
+    def gated(self, inputs):
+        began.set()
+        gate.wait()
+        found = references_here(self, inputs)
+        ended.append(len(found))
+        return found
+
+    async def play():
+        async with (
+            servers(tmp_path, "implicit") as (fake,),
+            Bench(tmp_path, "implicit", executor, [fake.url], probe_timeout_s=600.0) as bench,
+        ):
+            scorer = bench.scorer()
+            await bench.assert_right(scorer, some(4))
+            monkeypatch.setattr(VllmBackend, "_references_here", gated)
+            fake.freeze()
+            gone = asyncio.create_task(scorer.score(some(8, seed=2)))
+            await asyncio.to_thread(began.wait)
+            gone.cancel()
+            drop = asyncio.create_task(scorer.drop())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            waits = not drop.done()
+            gate.set()
+            await drop  # the server never answers
+            assert waits
+            assert ended == [8]
+            fake.thaw()
+            await bench.assert_right(scorer, some(8, seed=2))
+
+    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def test_a_server_that_does_not_prove_its_weights_in_time_is_not_asked_again(tmp_path, executor, monkeypatch):
