@@ -56,6 +56,8 @@ def arithmetic_table(experiment: Experiment) -> Table:
 def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[tuple[str, int, str]]:
     training, game, verifier = experiment.training, experiment.game, experiment.verifier
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
+    if training.micro_batch_memory_mb:
+        micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),

@@ -171,7 +171,10 @@ class Training(Section):
     groups: Count = 32  # groups sampled per batch
     steps: Annotated[int, Field(ge=0)] = 60
     minibatches: Count = 1  # optimizer steps per sampled batch
-    micro_batch_tokens: Count = 16_384
+    micro_batch_tokens: Count = 16_384  # tokens per micro-batch, padding included
+    # MB that a micro-batch's forward and backward pass may take beside weights and gradients: the trainer measures how
+    # many tokens that is, up to micro_batch_tokens, and makes micro-batches of like size. 0: micro_batch_tokens rules
+    micro_batch_memory_mb: Annotated[int, Field(ge=0)] = 0
     micro_batch_rollouts: Count | None = None
     accumulation_steps: Count | None = None  # None: as many as the token budget needs
     bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row

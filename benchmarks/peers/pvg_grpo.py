@@ -102,6 +102,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
+            memory=objective.memory,
         )
         prompt_ids = session.render(session.problems("prover")[0], Role.HELPFUL)
         facts = {"parameters": learner.num_parameters, "threads": players.threads}

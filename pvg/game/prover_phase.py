@@ -145,6 +145,8 @@ class ProverPhase:
             executor=session.players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
+            memory=objective.memory,
+            events=session.ledger.log,
         )
         self.stop_rule = StopRule(experiment.game)
         self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)

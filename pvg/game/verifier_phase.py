@@ -138,6 +138,7 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
         executor=players.executor,
         precision=section.precision,
         waits_for="pairs",
+        section="verifier",
     )
     if (checkpoint := session.ledger.read_checkpoint()) is not None:
         trainer.load_state(*checkpoint)

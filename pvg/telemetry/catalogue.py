@@ -170,6 +170,7 @@ def _trained(places: Iterable[str]) -> list[Metric]:
         *_in(places, "learning_rate", "number", NEITHER, "The learning rate of the step."),
         *_in(places, "skipped", "count", LOWER, "1 where the batch held nothing to learn from and moved no weight."),
         *_in(places, "padding", "share", LOWER, "Positions of the step's micro-batches that hold no token."),
+        *_in(places, "micro_batches", "count", LOWER, "Micro-batches whose gradients the step added up."),
         *_in(places, "trainer_idle", "share", LOWER, "The step's wall time in which the trainer did not work."),
     ]
 
@@ -185,6 +186,20 @@ def _prover() -> list[Metric]:
         ),
         *_in(PROVER, "ratio_max", "number", NEITHER, "The largest of these ratios."),
         *_in(PROVER, "clipped", "share", NEITHER, "Completion tokens whose gradient the clip changed."),
+        *_in(
+            PROVER,
+            "micro_batch_budget",
+            "tokens",
+            HIGHER,
+            "Most tokens of a micro-batch, padding included, by training.micro_batch_memory_mb.",
+        ),
+        *_in(
+            PROVER,
+            "bytes_per_token",
+            "bytes",
+            LOWER,
+            "What forward and backward took per token of that kind, beside weights and gradients, as measured.",
+        ),
         *_in(PROVER, "reward_mean", "reward", NEITHER, "Mean reward over both roles."),
         *_in(
             PROVER,

@@ -7,6 +7,8 @@ numbers: ratios of 1, a KL of 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from pvg.models.packing import distinct_prompts, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
 from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
+from pvg.training.balancing import balanced_batches
 from pvg.training.batch import PolicyBatch
 
 
@@ -56,22 +59,52 @@ class ForwardSettings:
 
 
 def forward_batches(
-    batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None = None
+    batch: PolicyBatch,
+    rows: NDArray[np.int64],
+    settings: ForwardSettings,
+    max_rows: int | None = None,
+    *,
+    balanced: bool = False,
 ) -> list[NDArray[np.int64]]:
-    """`rows` of the batch in parts that fit into one forward pass each, of at most `max_rows` rows.
+    """`rows` of the batch in parts that fit into one forward pass each, of at most `max_rows` rows; `balanced`: as many
+    as without it, of like size.
 
     Raises ConfigurationError when a single row is over the token budget.
     """
-    lengths_N = batch.lengths_N[rows]
+    lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
+    prompt_of_N = None
     if settings.shared_prompts:
-        prompt_lengths_N = batch.prompt_lengths[rows]
         prompt_of_N, _ = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
-        parts = shared_prompt_batches(
-            prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget, max_rows, by_length=settings.bucketing
-        )
-    else:
-        parts = token_budget_batches(lengths_N, settings.token_budget, max_rows, by_length=settings.bucketing)
+
+    def split(budget: int) -> list[NDArray[np.int64]]:
+        by_length = settings.bucketing
+        if prompt_of_N is None:
+            return token_budget_batches(lengths_N, budget, max_rows, by_length=by_length)
+        return shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, budget, max_rows, by_length=by_length)
+
+    parts = split(settings.token_budget)
+    if balanced and parts:
+        positions = partial(_positions, prompt_of_N, prompt_lengths_N, lengths_N)
+        parts = balanced_batches(split, positions, settings.token_budget, int(lengths_N.max()))
     return [rows[part] for part in parts]
+
+
+def batch_positions(batch: PolicyBatch, settings: ForwardSettings) -> int:
+    """What a forward pass of the whole batch counts of a token budget, padding included."""
+    prompt_of_N = distinct_prompts(batch.sequences, batch.prompt_lengths)[0] if settings.shared_prompts else None
+    return _positions(prompt_of_N, batch.prompt_lengths, batch.lengths_N, np.arange(len(batch)))
+
+
+def _positions(
+    prompt_of_N: NDArray[np.int64] | None,
+    prompt_lengths_N: NDArray[Any],
+    lengths_N: NDArray[np.int64],
+    part: NDArray[np.int64],
+) -> int:
+    if prompt_of_N is None:
+        return len(part) * int(lengths_N[part].max())
+    prompts, completions_B = len(np.unique(prompt_of_N[part])), (lengths_N - prompt_lengths_N)[part]
+    return prompts * int(prompt_lengths_N[part].max()) + len(part) * int(completions_B.max())
 
 
 def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:

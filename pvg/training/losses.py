@@ -15,7 +15,7 @@ min(pi_start / pi_sampled, cap), detached. Where pi_start is pi_sampled, that is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,12 @@ from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
-from pvg.training.forward import ForwardSettings, batch_logprobs, forward_batches
+from pvg.training.forward import ForwardSettings, batch_logprobs, batch_positions, forward_batches
 from pvg.training.kl import k3, kl_penalty
+from pvg.training.memory import MicroBatchMemory, Size
 from pvg.training.recompute import recompute_logprobs
+
+BYTES_PER_MB = 1_000_000
 
 # --- per-token objectives ----------------------------------------------------------------------------------------
 
@@ -175,6 +178,11 @@ class PolicyObjective:
         self._section = section
         self._max_tokens = rollout.max_tokens
         self._forward = ForwardSettings.of(section, rollout.temperature, pad_id)
+        # For the trainer, which measures. None: every step has the token budget of the section.
+        self.memory: MicroBatchMemory[PolicyBatch] | None = None
+        if section.micro_batch_memory_mb:
+            limit = section.micro_batch_memory_mb * BYTES_PER_MB
+            self.memory = MicroBatchMemory(limit, section.micro_batch_tokens, section.logits_chunk, self._size)
 
     @property
     def needs_reference(self) -> bool:
@@ -209,6 +217,7 @@ class PolicyObjective:
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
         """Micro-batches of a prepared batch: within the token budget, at most micro_batch_rollouts rows each, and at
         least accumulation_steps of them where that is set and there are rows enough. Rows of weight 0 are left out.
+        With micro_batch_memory_mb the budget is the learned one, and the micro-batches are of like size.
 
         Raises ConfigurationError when a single row is over the token budget.
         """
@@ -219,7 +228,14 @@ class PolicyObjective:
         if section.accumulation_steps is not None and rows.size:
             share = max(1, len(rows) // section.accumulation_steps)
             most = share if most is None else min(most, share)
-        return [batch.select(part) for part in forward_batches(batch, rows, self._forward, most)]
+        forward = self._forward
+        if self.memory is not None and rows.size:
+            forward = replace(forward, token_budget=self.memory.budget(int(batch.lengths_N[rows].max())))
+        parts = forward_batches(batch, rows, forward, most, balanced=self.memory is not None)
+        return [batch.select(part) for part in parts]
+
+    def _size(self, micro_batch: PolicyBatch) -> Size:
+        return Size(int(micro_batch.lengths_N.max()), batch_positions(micro_batch, self._forward))
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""

@@ -16,18 +16,20 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.models.shared_prompts import same_attention
+from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import span, submit_in
 from pvg.training.batch import BatchSource
+from pvg.training.memory import Meter, MicroBatchMemory, Size, Unmeasured
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
@@ -43,6 +45,12 @@ __all__ = ["Objective", "OptimizerSettings", "StepReport", "Trainer", "checkpoin
 STATE_FORMAT = 1
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
+# What to do when a GPU's memory ran out, by the section of the settings.
+OUT_OF_MEMORY = {
+    "training": "Set training.micro_batch_memory_mb, lower training.micro_batch_tokens, or set "
+    "training.gradient_checkpointing = true.",
+    "verifier": "Lower verifier.micro_batch_tokens.",
+}
 
 BatchT = TypeVar("BatchT")
 
@@ -59,8 +67,9 @@ class Objective(Protocol[BatchT]):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Optimizer step number `step` (from 0) and its metrics (the objective's, grad_norm before clipping,
-    learning_rate). A batch that held nothing to learn from moved no weight and has the one metric `skipped`."""
+    """Optimizer step number `step` (from 0) and its metrics: the objective's, micro_batches, grad_norm before clipping,
+    learning_rate; with a memory also micro_batch_budget and bytes_per_token. A batch that held nothing to learn from
+    moved no weight and has the one metric `skipped`."""
 
     step: int
     metrics: dict[str, float]
@@ -70,6 +79,9 @@ class Trainer(Generic[BatchT]):
     """Trains the parameters of `module` that require a gradient. It borrows the module: whoever opened it closes it.
 
     The module is put in evaluation mode: dropout would make the trained policy another one than the sampled one.
+
+    `memory` is the objective's, which splits batches by it: the trainer tells it what micro-batches take, and keeps it
+    in its state. `section` names the settings that are to be changed when a GPU's memory runs out.
     """
 
     def __init__(
@@ -83,6 +95,9 @@ class Trainer(Generic[BatchT]):
         precision: str = "float32",
         gradient_checkpointing: bool = False,
         waits_for: str = "rollouts",
+        section: Literal["training", "verifier"] = "training",
+        memory: MicroBatchMemory[BatchT] | None = None,
+        events: Events | None = None,
     ) -> None:
         self.module = module.eval()
         self._objective = objective
@@ -91,6 +106,10 @@ class Trainer(Generic[BatchT]):
         self._executor = executor
         self._precision = precision
         self._waits_for = waits_for
+        self._section = section
+        self._memory = memory
+        self._events = events or Unheard()
+        self._told_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = build_optimizer(self._parameters, optimizer)
@@ -124,33 +143,80 @@ class Trainer(Generic[BatchT]):
                 raise
 
     def _train_on(self, batch: BatchT) -> StepReport:
-        with span("pack"):
-            micro_batches = self._objective.split(self._objective.prepare(batch))
         try:
+            with span("pack"):
+                prepared = self._objective.prepare(batch)
+                micro_batches = self._objective.split(prepared)
+            if self._memory is not None and not self._memory.known and micro_batches:
+                with span("forward_backward", device=True):
+                    self._probe(micro_batches, self._memory)
+                with span("pack"):
+                    micro_batches = self._objective.split(prepared)
             with span("forward_backward", device=True):
                 metrics = self._accumulate(micro_batches)
             with span("optimizer", device=True):
                 # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
                 metrics |= self._update() if micro_batches else {"skipped": 1.0}
+        except torch.OutOfMemoryError:
+            raise MissingRequirementError(
+                f"The GPU has too little memory for a micro-batch of step {self._steps}.", OUT_OF_MEMORY[self._section]
+            ) from None
         finally:
             self._optimizer.zero_grad(set_to_none=True)  # gradients need no memory while the next batch is sampled
         report = StepReport(self._steps, metrics)
         self._steps += 1
         return report
 
+    def _probe(self, micro_batches: list[BatchT], memory: MicroBatchMemory[BatchT]) -> None:
+        """Before anything is known, the longest row goes through forward and backward alone, and its gradient away:
+        one row more in a phase, instead of a first micro-batch that may not fit."""
+        hardest = max(micro_batches, key=lambda micro_batch: memory.size(micro_batch).longest)
+        meter = memory.meter(hardest, self.module, self._device)
+        self._pass(hardest, meter)
+        memory.learn([(memory.size(hardest), meter.bytes_taken)])
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _pass(self, micro_batch: BatchT, meter: Meter) -> tuple[Tensor, Metrics]:
+        """The micro-batch's loss and metrics; its gradient is added to the others'."""
+        with autocast(self._precision, self._device), meter.forward():
+            loss, found = self._objective(self.module, micro_batch)
+        with meter.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), found
+
     def _accumulate(self, micro_batches: list[BatchT]) -> dict[str, float]:
         metrics, losses = Metrics(), []
+        memory, taken = self._memory, list[tuple[Size, int]]()
         for micro_batch in micro_batches:
-            with autocast(self._precision, self._device):
-                loss, found = self._objective(self.module, micro_batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            meter = Unmeasured() if memory is None else memory.meter(micro_batch, self.module, self._device)
+            loss, found = self._pass(micro_batch, meter)
+            losses.append(loss)
             metrics.merge(found)
+            metrics.add_sum("micro_batches", 1)
+            if memory is not None:
+                taken.append((memory.size(micro_batch), meter.bytes_taken))
         # All of them at once: no weight has changed yet, and each look would have waited for the device.
         for number, value in enumerate(torch.stack(losses).tolist() if losses else []):
             if not math.isfinite(value):
                 raise self._diverged(f"the loss of micro-batch {number} is {value}")
-        return metrics.result()
+        learned = {} if memory is None or not taken else self._learn(memory, taken)
+        return metrics.result() | learned
+
+    def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[Size, int]]) -> dict[str, float]:
+        longest = max(size.longest for size, _ in taken)
+        if not memory.fits(longest) and not self._told_of_memory:
+            self._told_of_memory = True
+            needed = longest * memory.bytes_per_token(longest)
+            self._events.event(
+                "memory",
+                event="row.over_limit",
+                step=self._steps,
+                tokens=longest,
+                bytes=needed,
+                limit=memory.limit_bytes,
+            )
+        budget = memory.budget(longest)
+        return {"micro_batch_budget": float(budget), "bytes_per_token": memory.learn(taken)}
 
     def _update(self) -> dict[str, float]:
         """Clip and step; the gradient's norm is looked at before any weight changes."""
@@ -176,7 +242,8 @@ class Trainer(Generic[BatchT]):
         for name, moment in optimizer_tensors(self._optimizer, self._parameters).items():
             tensors[OPTIMIZER_PREFIX + name] = moment
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        return copies, {"format": STATE_FORMAT, "step": self._steps}
+        memory = {} if self._memory is None else {"memory": self._memory.state()}
+        return copies, {"format": STATE_FORMAT, "step": self._steps, **memory}
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises StateError, changing nothing, when it is not of this model."""
@@ -193,6 +260,8 @@ class Trainer(Generic[BatchT]):
         }
         load_optimizer_tensors(self._optimizer, self._parameters, moments)
         self._steps = int(meta["step"])
+        if self._memory is not None:
+            self._memory.load_state(meta.get("memory", {}))
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         wanted = {MODEL_PREFIX + name: parameter.shape for name, parameter in self._parameters.items()}

@@ -2,6 +2,7 @@
 
     python tests/game/kill_drill.py --kills 20            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
+    python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # with rollout.partial, which no two runs play alike
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
@@ -56,6 +57,13 @@ def small_experiment() -> Experiment:
             "store": {"commit_every": 3},
         }
     )
+
+
+def memory_experiment() -> Experiment:
+    """The trainer's micro-batches follow from what it measured: several in a step, and not alike from step to step."""
+    plain = small_experiment().plain()
+    plain["training"] |= {"micro_batch_memory_mb": 4}
+    return build_experiment(plain)
 
 
 def partial_experiment() -> Experiment:
@@ -186,9 +194,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return problems
 
 
-def drill(kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
+def drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Kill runs until there are `kills` kills, each phase having its share, and compare every finished run."""
-    experiment, dice = small_experiment(), random.Random(seed)
+    dice = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         finish(*start(experiment, Path(folder) / "whole", resume=False))
         expected = fingerprint(Path(folder) / "whole")
@@ -244,11 +252,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
     options = parser.parse_args()
-    result = (partial_drill if options.partial else drill)(
-        options.kills, options.seed, lambda line: print(line, file=sys.stderr)
-    )
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    if options.partial:
+        result = partial_drill(options.kills, options.seed, log)
+    else:
+        experiment = memory_experiment() if options.memory else small_experiment()
+        result = drill(experiment, options.kills, options.seed, log)
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
     raise SystemExit(1 if result["problems"] else 0)
 

@@ -26,6 +26,15 @@ def test_a_run_killed_at_twenty_random_moments_ends_like_the_uninterrupted_run()
 
 
 @pytest.mark.timeout(900)
+def test_micro_batches_by_measured_memory_are_those_of_the_uninterrupted_run():
+    drill = Path(__file__).with_name("kill_drill.py")
+    command = [sys.executable, str(drill), "--kills", "6", "--memory"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    assert orjson.loads(done.stdout)["kills"]["train_prover"] >= 1
+
+
+@pytest.mark.timeout(900)
 def test_with_partial_rollouts_no_committed_one_is_lost_and_none_comes_twice():
     drill = Path(__file__).with_name("kill_drill.py")
     command = [sys.executable, str(drill), "--kills", "4", "--partial"]

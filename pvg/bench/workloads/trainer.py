@@ -182,6 +182,7 @@ class TrainerWorkload:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
+            memory=objective.memory,
             waits_for="batches",  # recorded ones: that no rollouts are waited for is the point
         )
 
