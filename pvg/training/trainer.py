@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,18 @@ class Objective(Protocol[BatchT]):
     def split(self, batch: BatchT) -> list[BatchT]: ...
 
     def __call__(self, module: nn.Module, micro_batch: BatchT) -> tuple[Tensor, Metrics]: ...
+
+
+@runtime_checkable
+class Surveying(Protocol[BatchT]):
+    """An objective whose micro-batches' weights depend on what the module says of the whole batch: it looks at all of
+    them before the pass with a gradient, without one, and hands them back weighted. It has a state, as JSON data."""
+
+    def survey(self, module: nn.Module, micro_batches: list[BatchT]) -> tuple[list[BatchT], Metrics]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +138,14 @@ class Trainer(Generic[BatchT]):
     def _train_on(self, batch: BatchT) -> StepReport:
         with span("pack"):
             micro_batches = self._objective.split(self._objective.prepare(batch))
+        found: dict[str, float] = {}
+        if isinstance(self._objective, Surveying):
+            with span("survey", device=True), autocast(self._precision, self._device):
+                micro_batches, surveyed = self._objective.survey(self.module, micro_batches)
+            found = surveyed.result()
         try:
             with span("forward_backward", device=True):
-                metrics = self._accumulate(micro_batches)
+                metrics = found | self._accumulate(micro_batches)
             with span("optimizer", device=True):
                 # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
                 metrics |= self._update() if micro_batches else {"skipped": 1.0}
@@ -176,7 +193,10 @@ class Trainer(Generic[BatchT]):
         for name, moment in optimizer_tensors(self._optimizer, self._parameters).items():
             tensors[OPTIMIZER_PREFIX + name] = moment
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        return copies, {"format": STATE_FORMAT, "step": self._steps}
+        meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
+        if isinstance(self._objective, Surveying):
+            meta["objective"] = self._objective.state()
+        return copies, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises StateError, changing nothing, when it is not of this model."""
@@ -193,6 +213,8 @@ class Trainer(Generic[BatchT]):
         }
         load_optimizer_tensors(self._optimizer, self._parameters, moments)
         self._steps = int(meta["step"])
+        if isinstance(self._objective, Surveying):
+            self._objective.load_state(meta["objective"])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         wanted = {MODEL_PREFIX + name: parameter.shape for name, parameter in self._parameters.items()}
