@@ -146,7 +146,7 @@ def _verifier() -> list[Metric]:
         *_in(
             VERIFIER, "score_gap", "score", HIGHER, "Mean over pairs of the correct solution's score less the other's."
         ),
-        *_in(VERIFIER, "environments", "sources", NEITHER, "Sources that the step's pairs come from."),
+        *_in(VERIFIER, "environments", "count", NEITHER, "Sources that the step's pairs come from."),
         *_in(VERIFIER, "environment_worst", "number", LOWER, "The highest mean loss over the pairs of one source."),
         *_in(VERIFIER, "environment_spread", "number", LOWER, "Standard deviation of the sources' mean losses."),
         *_in(
