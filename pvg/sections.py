@@ -144,6 +144,11 @@ class Verifier(Section):
     head: Literal["scalar", "implicit", "yes_token"] = "implicit"
     loss: Literal["bradley_terry", "cross_entropy"] = "bradley_terry"
     score_penalty: Annotated[float, Field(ge=0.0)] = 0.005  # lambda of V^2
+    # mean over all pairs, or over environments (the solutions' sources) with what pvg/verifier/robust.py asks of them
+    robust: Literal["none", "balanced", "vrex", "irm", "group_dro"] = "none"
+    robust_strength: Annotated[float, Field(ge=0.0)] = 1.0  # of the penalty; group_dro: the step of its weights
+    robust_warmup: Annotated[int, Field(ge=0)] = 0  # steps in which the penalty grows to its strength
+    robust_clamp: bool = True  # vrex: no environment weighs less than nothing
     beta: Positive = 1.0  # scale of the implicit head
     steps: Count = 100
     pairs: Count = 64  # pairs per optimizer step (pairing by problem: on average)

@@ -26,8 +26,8 @@ from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.data import PairSource
-from pvg.verifier.losses import PairObjective
 from pvg.verifier.measures import acceptance_threshold, auc
+from pvg.verifier.robust import objective_for
 
 
 def verifier_weights_name(round_: int) -> str:
@@ -129,7 +129,8 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
         start_step=session.state.step,
         source_fingerprint=players.base.tokenizer.fingerprint,
     )
-    objective = PairObjective(section, verifier.tokenizer.pad_id)
+    sources = len(sources_for_round(session.state.round))
+    objective = objective_for(section, verifier.tokenizer.pad_id, environments=sources)
     trainer = Trainer(
         verifier,
         objective,

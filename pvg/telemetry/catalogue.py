@@ -146,6 +146,16 @@ def _verifier() -> list[Metric]:
         *_in(
             VERIFIER, "score_gap", "score", HIGHER, "Mean over pairs of the correct solution's score less the other's."
         ),
+        *_in(VERIFIER, "environments", "count", NEITHER, "Sources that the step's pairs come from."),
+        *_in(VERIFIER, "environment_worst", "number", LOWER, "The highest mean loss over the pairs of one source."),
+        *_in(VERIFIER, "environment_spread", "number", LOWER, "Standard deviation of the sources' mean losses."),
+        *_in(
+            VERIFIER,
+            "environment_penalty",
+            "number",
+            LOWER,
+            "What verifier.robust_strength multiplies: IRM's mean squared slope, else the variance between sources.",
+        ),
         *_in(VERIFIER, "pairs", "pairs", NEITHER, "Pairs of the step."),
         *_in(VERIFIER, "pairs_per_s", "pairs/s", HIGHER, "Pairs trained on in a second."),
         *_in(VERIFIER, "threshold", "score", NEITHER, "The score from which on a solution is accepted, as calibrated."),
@@ -329,6 +339,7 @@ PARTS = {
     "recompute": 'Log-probs of the learner, for rollout.logprobs = "recomputed".',
     "draw_pairs": "Drawing the step's preference pairs.",
     "pack": "Putting sequences into micro-batches.",
+    "survey": "The pass without gradient that finds how much each source of pairs shall weigh.",
     "forward_backward": "The trainer's forward and backward passes.",
     "optimizer": "Clipping the gradient and moving the weights.",
     "sync": "Publishing weights to the engine.",

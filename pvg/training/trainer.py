@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,18 @@ class Objective(Protocol[BatchT]):
     def split(self, batch: BatchT) -> list[BatchT]: ...
 
     def __call__(self, module: nn.Module, micro_batch: BatchT) -> tuple[Tensor, Metrics]: ...
+
+
+@runtime_checkable
+class Surveying(Protocol[BatchT]):
+    """An objective whose micro-batches' weights depend on what the module says of the whole batch: it looks at all of
+    them before the pass with a gradient, without one, and hands them back weighted. It has a state, as JSON data."""
+
+    def survey(self, module: nn.Module, micro_batches: list[BatchT]) -> tuple[list[BatchT], Metrics]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +155,7 @@ class Trainer(Generic[BatchT]):
                 raise
 
     def _train_on(self, batch: BatchT) -> StepReport:
+        found: dict[str, float] = {}
         try:
             with span("pack"):
                 prepared = self._objective.prepare(batch)
@@ -152,8 +165,12 @@ class Trainer(Generic[BatchT]):
                     self._probe(micro_batches, self._memory)
                 with span("pack"):
                     micro_batches = self._objective.split(prepared)
+            if isinstance(self._objective, Surveying):
+                with span("survey", device=True), autocast(self._precision, self._device):
+                    micro_batches, surveyed = self._objective.survey(self.module, micro_batches)
+                found = surveyed.result()
             with span("forward_backward", device=True):
-                metrics = self._accumulate(micro_batches)
+                metrics = found | self._accumulate(micro_batches)
             with span("optimizer", device=True):
                 # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
                 metrics |= self._update() if micro_batches else {"skipped": 1.0}
@@ -242,8 +259,12 @@ class Trainer(Generic[BatchT]):
         for name, moment in optimizer_tensors(self._optimizer, self._parameters).items():
             tensors[OPTIMIZER_PREFIX + name] = moment
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        memory = {} if self._memory is None else {"memory": self._memory.state()}
-        return copies, {"format": STATE_FORMAT, "step": self._steps, **memory}
+        meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
+        if self._memory is not None:
+            meta["memory"] = self._memory.state()
+        if isinstance(self._objective, Surveying):
+            meta["objective"] = self._objective.state()
+        return copies, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. Raises StateError, changing nothing, when it is not of this model."""
@@ -262,6 +283,8 @@ class Trainer(Generic[BatchT]):
         self._steps = int(meta["step"])
         if self._memory is not None:
             self._memory.load_state(meta.get("memory", {}))
+        if isinstance(self._objective, Surveying):
+            self._objective.load_state(meta["objective"])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         wanted = {MODEL_PREFIX + name: parameter.shape for name, parameter in self._parameters.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ class VerifierBatch:
 
     `shares_M` float32: how much a pair counts beside the others (above 0, of any scale); None: all alike.
     `pair_weights_M` and `row_weights_N` float32 make the loss a plain sum over pairs and rows; an objective's `prepare`
-    fills them.
+    fills them. Where pairs are trained on with other weights than they are counted with (pvg/verifier/robust.py),
+    `loss_weights_M` multiply their losses and `slope_weights_M` their slopes. `step` is the one the batch is drawn for.
 
     Raises ValueError when the shapes do not fit, and for a pair whose sides have one label: a row that stands on both
     sides of pairs has no label at all.
@@ -35,6 +37,9 @@ class VerifierBatch:
     shares_M: Float32 | None = None
     pair_weights_M: Float32 | None = None
     row_weights_N: Float32 | None = None
+    loss_weights_M: Float32 | None = None
+    slope_weights_M: Float32 | None = None
+    step: int = 0
 
     def __post_init__(self) -> None:
         rows, pairs = len(self.sequences), len(self.pairs_M2)
@@ -46,6 +51,8 @@ class VerifierBatch:
             "shares_M": (self.shares_M, (pairs,)),
             "pair_weights_M": (self.pair_weights_M, (pairs,)),
             "row_weights_N": (self.row_weights_N, (rows,)),
+            "loss_weights_M": (self.loss_weights_M, (pairs,)),
+            "slope_weights_M": (self.slope_weights_M, (pairs,)),
         }
         for name, (array, shape) in expected.items():
             if array is not None and array.shape != shape:
@@ -71,15 +78,20 @@ class VerifierBatch:
     def select(self, pairs: NDArray[np.int64]) -> VerifierBatch:
         """These pairs, in this order, with the rows they need, each once."""
         rows, numbers = np.unique(self.pairs_M2[pairs], return_inverse=True)
-        references, row_weights = self.references_N, self.row_weights_N
-        shares, pair_weights = self.shares_M, self.pair_weights_M
+
+        def chosen(array: Float32 | None, places: NDArray[np.signedinteger[Any]]) -> Float32 | None:
+            return None if array is None else array[places]
+
         return VerifierBatch(
             sequences=[self.sequences[row] for row in rows],
             prompt_lengths_N=self.prompt_lengths_N[rows],
             pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
-            references_N=None if references is None else references[rows],
+            references_N=chosen(self.references_N, rows),
             sources_M=self.sources_M[pairs],
-            shares_M=None if shares is None else shares[pairs],
-            pair_weights_M=None if pair_weights is None else pair_weights[pairs],
-            row_weights_N=None if row_weights is None else row_weights[rows],
+            shares_M=chosen(self.shares_M, pairs),
+            pair_weights_M=chosen(self.pair_weights_M, pairs),
+            row_weights_N=chosen(self.row_weights_N, rows),
+            loss_weights_M=chosen(self.loss_weights_M, pairs),
+            slope_weights_M=chosen(self.slope_weights_M, pairs),
+            step=self.step,
         )

@@ -87,6 +87,7 @@ class PairSource:
             references_N=references_N,
             sources_M=pairs.sources_M,
             shares_M=pairs.shares_M,
+            step=step,
         )
 
     def _references(self, rows_N: NDArray[np.int64], sequences: list[Int32], prompt_lengths_N: Int32) -> Float32:

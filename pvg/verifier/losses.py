@@ -87,21 +87,30 @@ class PairObjective:
     def __call__(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics. Each distinct solution is forwarded once."""
         pair_weights, row_weights = _weights(micro_batch)
-        scores_N = _scores(module, micro_batch, self._pad_id)
-        device = scores_N.device
-        pair_weights_M = torch.from_numpy(pair_weights).to(device)
-        row_weights_N = torch.from_numpy(row_weights).to(device)
-        pairs_M2 = torch.from_numpy(micro_batch.pairs_M2).to(device, torch.int64)
+        correct_M, incorrect_M, scores_N = self.pair_scores(module, micro_batch)
+        pair_weights_M = torch.from_numpy(pair_weights).to(scores_N.device)
+        row_weights_N = torch.from_numpy(row_weights).to(scores_N.device)
 
-        correct_M, incorrect_M = scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]]
-        loss = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
-        if self._score_penalty:
-            loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
-        metrics = _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
+        loss = self._pair_loss(micro_batch, correct_M, incorrect_M)
+        penalty = self._score_penalty * (row_weights_N * scores_N.square()).sum() if self._score_penalty else None
+        with torch.no_grad():  # told is the plain mean over pairs, whatever the pairs weigh in what is trained on
+            told = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum() + (0.0 if penalty is None else penalty)
+        metrics = _metrics(told, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
         positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
         metrics.add_sum("pairs", len(micro_batch))
         metrics.add_mean("padding", positions - int(micro_batch.lengths_N.sum()), positions)
-        return loss, metrics
+        return loss if penalty is None else loss + penalty, metrics
+
+    def pair_scores(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores of the pairs' correct solutions [M] and incorrect ones [M], and of the distinct solutions [N]."""
+        scores_N = _scores(module, micro_batch, self._pad_id)
+        pairs_M2 = torch.from_numpy(micro_batch.pairs_M2).to(scores_N.device, torch.int64)
+        return scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]], scores_N
+
+    def _pair_loss(self, micro_batch: VerifierBatch, correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+        """The sum over the micro-batch's pairs that is trained on."""
+        pair_weights_M = torch.from_numpy(_weights(micro_batch)[0]).to(correct_M.device)
+        return (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
 
 
 def _scores(module: nn.Module, batch: VerifierBatch, pad_id: int) -> Tensor:
