@@ -35,6 +35,7 @@ PROFILE = "e2e"
 SIDES = ("slow", "fast")
 ROUNDS = 1  # of mint, verifier and prover
 SIGNIFICANT = 0.05
+FIRST = 5  # seeds that are told of by themselves where more were played
 
 Switches = dict[str, Any]
 Rounds = list[dict[str, Any]]
@@ -134,15 +135,28 @@ def told(values: Sequence[float | None]) -> str:
 
 def verdict(rows: Sequence[Row]) -> str:
     """All metrics together, then how many differ one by one and how many would by chance."""
+    p, ways = together(rows), math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
+    same = "are the same within the spread of the seeds" if p >= SIGNIFICANT else "**differ by more than the seeds do**"
+    told = (
+        f"Over all metrics together, the two sides {same}: p = {p:.3f} (exact, of {ways} ways to deal the seeds). "
+        f"{one_by_one(rows)}"
+    )
+    if len(rows[0].slow) <= FIRST:
+        return told
+    first = [Row(row.round, row.title, row.slow[:FIRST], row.fast[:FIRST]) for row in rows]
+    return f"{told}\n\nThe first {FIRST} seeds alone: p = {together(first):.3f}. {one_by_one(first)}"
+
+
+def together(rows: Sequence[Row]) -> float:
     whole = [row for row in rows if len(known(row.slow)) == len(row.slow) and len(known(row.fast)) == len(row.fast)]
-    p = joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole])
-    ways = math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
+    return joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole])
+
+
+def one_by_one(rows: Sequence[Row]) -> str:
     compared = [row.found.p for row in rows if row.found is not None]
     beyond = sum(each < SIGNIFICANT for each in compared)
-    same = "are the same within the spread of the seeds" if p >= SIGNIFICANT else "**differ by more than the seeds do**"
     return (
-        f"Over all {len(whole)} comparisons together, the two sides {same}: p = {p:.3f} (exact, of {ways} ways to deal "
-        f"the seeds). One by one, {beyond} of {len(compared)} lie beyond the spread at {SIGNIFICANT:g}; "
+        f"One by one, {beyond} of {len(compared)} lie beyond the spread at {SIGNIFICANT:g}; "
         f"{SIGNIFICANT * len(compared):.1f} would by chance alone."
     )
 
