@@ -200,8 +200,9 @@ class Training(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
-    # fused_layers on a CPU: a layer as two functions on blocks of tokens that fit a cache; pays with one thread alone
-    blocked_layers: bool = False
+    # fused_layers on a CPU: a layer as two functions on blocks of tokens that fit a cache. Pays with one thread, and on
+    # AMD's processors, whose matrix products go by oneDNN in blocks (pvg/models/products.py): None is true there
+    blocked_layers: bool | None = None
     fused_logprobs: bool = True  # log-probs with a gradient in closed form; false: by autograd, each chunk twice
     gradient_checkpointing: bool = False
     router_replay: bool = False  # a mixture of experts is trained, and its reference asked, with the experts that each

@@ -36,6 +36,7 @@ from pvg.game.states import Phase
 from pvg.game.verifier_phase import train_verifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
+from pvg.models.products import in_blocks
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
@@ -211,7 +212,7 @@ def check_players_can_train(session: Session) -> None:
         verifier.close()
     if experiment.training.shared_prompts:
         training = experiment.training
-        check_packing(players.base.module, training.fused_layers, training.blocked_layers)
+        check_packing(players.base.module, training.fused_layers, in_blocks(training.blocked_layers))
     if experiment.training.lora_rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:

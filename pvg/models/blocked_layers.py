@@ -27,6 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from pvg.models import products
+from pvg.models.products import add_weight_gradient, added_product, input_gradient, product
+
 # What a block's widest intermediate may take. Two cores' second-level caches of 2 MB hold it; larger blocks are slower
 # by a tenth, and smaller ones make the threads meet more often. Below some 200 tokens the matrix products get slower.
 BLOCK_BYTES = 3 << 20
@@ -113,7 +116,7 @@ class _Project(torch.autograd.Function):
         rate_T1 = x_TD.new_empty(tokens, 1)
         normal = x_TD.new_empty(min(size, tokens), x_TD.shape[1])
         for x, turns, rate, out in _blocks(size, x_TD, turns_TP, rate_T1, found_TF):
-            _linear(_normal(x, rate, epsilon, normal[: len(x)]), weight_FD, bias_F, out)
+            product(_normal(x, rate, epsilon, normal[: len(x)]), weight_FD, bias_F, out)
             _pairs(out[:, :turned], pairs).mul_(turns[:, None])
         ctx.save_for_backward(x_TD, turns_TP, rate_T1, norm_D, *linears)
         ctx.size = size
@@ -139,10 +142,10 @@ class _Project(torch.autograd.Function):
             for target, grad in ((query, grads[0]), (key, grads[1])):
                 torch.mul(_pairs(grad, pairs), back, out=_pairs(target, pairs))
             value.copy_(grads[2])
-            grad_FD.addmm_(df.t(), n)
+            add_weight_gradient(grad_FD, df, n)
             if grad_F is not None:
                 grad_F.add_(df.sum(0))
-            _norm_backward(torch.mm(df, weight_FD, out=dn), n, rate, grad_x)
+            _norm_backward(input_gradient(df, weight_FD, dn), n, rate, grad_x)
         grad_norm_D, grads_linears = _parted(grad_FD, grad_F, weights, biases, norm_D, pairs)
         return grad_x_TD, None, None, grad_norm_D, *grads_linears
 
@@ -162,20 +165,20 @@ class _Finish(torch.autograd.Function):
         found_TD, rate_T1 = torch.empty_like(x_TD), x_TD.new_empty(len(x_TD), 1)
         middle_TD = torch.empty_like(x_TD) if keeps else None
         normal, scratch = x_TD.new_empty(most, x_TD.shape[1]), x_TD.new_empty(most, x_TD.shape[1])
-        product = x_TD.new_empty(most, half)
+        activated = x_TD.new_empty(most, half)
         kept: list[Tensor] = []
         for number, (x, mixed, rate, found) in enumerate(_blocks(size, x_TD, mixed_TE, rate_T1, found_TD)):
             rows = len(x)
             h = scratch[:rows] if middle_TD is None else middle_TD[number * size : number * size + rows]
-            torch.addmm(x, mixed, out_DE.t(), out=h)
+            added_product(x, mixed, out_DE, h)
             if biases[2] is not None:
                 h.add_(biases[2])
             if keeps or not kept or rows != len(kept[-1]):  # without a gradient, one block's memory does for all
                 kept.append(x_TD.new_empty(rows, len(weight_FD)))
-            both = _linear(_normal(h, rate, epsilon, normal[:rows]), weight_FD, bias_F, kept[-1])
+            both = product(_normal(h, rate, epsilon, normal[:rows]), weight_FD, bias_F, kept[-1])
             gate, up = torch.split(both, half, dim=1)
-            inner = torch.ops.aten.silu.out(gate, out=product[:rows]).mul_(up)
-            torch.addmm(h, inner, down_DI.t(), out=found)
+            inner = torch.ops.aten.silu.out(gate, out=activated[:rows]).mul_(up)
+            added_product(h, inner, down_DI, found)
             if biases[3] is not None:
                 found.add_(biases[3])
         if keeps:
@@ -198,23 +201,25 @@ class _Finish(torch.autograd.Function):
         )
         grad_x_TD, grad_mixed_TE = torch.empty_like(middle_TD), torch.empty_like(mixed_TE)
         normal, grad_n = middle_TD.new_empty(2, most, width)
-        activated, product, grad_inner = middle_TD.new_empty(3, most, half)
+        activated, multiplied, grad_inner = middle_TD.new_empty(3, most, half)
         slope = middle_TD.new_empty(most, 2 * half)
         blocks = _blocks(ctx.size, grad_TD.contiguous(), mixed_TE, middle_TD, rate_T1, grad_x_TD, grad_mixed_TE)
         for (grad, mixed, h, rate, grad_x, grad_mixed), both in zip(blocks, kept, strict=True):
             rows = len(grad)
-            n, dn, df, a, p, di = (buffer[:rows] for buffer in (normal, grad_n, slope, activated, product, grad_inner))
+            n, dn, df, a, p, di = (
+                buffer[:rows] for buffer in (normal, grad_n, slope, activated, multiplied, grad_inner)
+            )
             gate, up = torch.split(both, half, dim=1)
             grad_gate, grad_up = torch.split(df, half, dim=1)
             torch.ops.aten.silu.out(gate, out=a)
-            grad_down_DI.addmm_(grad.t(), torch.mul(a, up, out=p))
-            torch.mm(grad, down_DI, out=di)
+            add_weight_gradient(grad_down_DI, grad, torch.mul(a, up, out=p))
+            input_gradient(grad, down_DI, di)
             torch.mul(di, a, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(di.mul_(up), gate, grad_input=grad_gate)
-            grad_FD.addmm_(df.t(), torch.mul(h, rate, out=n))
-            _norm_backward(torch.mm(df, weight_FD, out=dn), n, rate, grad_x).add_(grad)
-            grad_out_DE.addmm_(grad_x.t(), mixed)
-            torch.mm(grad_x, out_DE, out=grad_mixed)
+            add_weight_gradient(grad_FD, df, torch.mul(h, rate, out=n))
+            _norm_backward(input_gradient(df, weight_FD, dn), n, rate, grad_x).add_(grad)
+            add_weight_gradient(grad_out_DE, grad_x, mixed)
+            input_gradient(grad_x, out_DE, grad_mixed)
             for target, source in ((grad_F, df), (grad_out_D, grad_x), (grad_down_D, grad)):
                 if target is not None:
                     target.add_(source.sum(0))
@@ -238,18 +243,14 @@ def _parameters(*linears: Any) -> list[Tensor | None]:
 
 def block_size(weight_FD: Tensor) -> int:
     """Tokens per block, for a product of F numbers per token."""
+    if products.BY_ONEDNN:
+        return products.ROWS
     return max(LEAST_BLOCK, BLOCK_BYTES // (len(weight_FD) * weight_FD.element_size()))
 
 
 def _blocks(size: int, *tensors: Tensor) -> Any:
     """The blocks of tensors of T tokens, side by side."""
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
-
-
-def _linear(x_BD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_BF: Tensor) -> Tensor:
-    if bias_F is None:
-        return torch.mm(x_BD, weight_FD.t(), out=out_BF)
-    return torch.addmm(bias_F, x_BD, weight_FD.t(), out=out_BF)
 
 
 def _normal(x_BD: Tensor, rate_B1: Tensor, epsilon: float, out_BD: Tensor) -> Tensor:

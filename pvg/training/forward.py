@@ -19,6 +19,7 @@ from pvg import sections
 from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, check_logits, completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import distinct_prompts, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
+from pvg.models.products import in_blocks
 from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
 from pvg.training.balancing import balanced_batches
@@ -52,7 +53,7 @@ class ForwardSettings:
             section.shared_prompts,
             section.fused_logprobs,
             section.fused_layers,
-            section.blocked_layers,
+            in_blocks(section.blocked_layers),
             section.precision,
             section.router_replay,
         )

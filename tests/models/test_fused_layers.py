@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from pvg.models import blocked_layers, fused_layers
+from pvg.models import blocked_layers, fused_layers, products
 from pvg.models.adapters import attach_adapters
 from pvg.models.blocked_layers import why_not
 from pvg.models.fused_layers import fused_hidden, knows, why_not_last
@@ -73,12 +73,22 @@ def padded(model):
     return completion_logprobs(model, ids_BL, lengths_B, torch.from_numpy(prompt_lengths.astype(np.int64)))
 
 
-@pytest.fixture(params=[False, True], ids=["fused", "blocked"])
+@pytest.fixture(params=["fused", "blocked", "by oneDNN"])
 def blocked(request, monkeypatch):
-    """Either way; the blocked one with several blocks of tokens, the last of them a shorter one."""
+    """Each way; the blocked ones with several blocks of tokens, the last of them a shorter one."""
     monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", 7)
     monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
-    return request.param
+    by_onednn(monkeypatch, rows=7 if request.param == "by oneDNN" else None)
+    return request.param != "fused"
+
+
+def by_onednn(monkeypatch, rows):
+    """Products by oneDNN in blocks of `rows`, whatever the processor; None: by MKL."""
+    if rows is not None and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(products, "BY_ONEDNN", rows is not None)
+    if rows is not None:
+        monkeypatch.setattr(products, "ROWS", rows)
 
 
 def assert_same(model, blocked=True):
@@ -154,6 +164,7 @@ def test_under_autocast_the_gradients_are_near_those_of_float32():
 def test_a_batch_of_a_block_and_one_token_has_the_gradients_of_one_block(monkeypatch):
     model = build("qwen2")
     expected = gradients(model, shared_prompt_logprobs(model, *rows(), blocked_layers=True))
+    monkeypatch.setattr(products, "BY_ONEDNN", False)
     monkeypatch.setattr(blocked_layers, "BLOCK_BYTES", 1)
     tokens = pack_rows(*rows(), "cpu").ids_1T.shape[1]
     monkeypatch.setattr(blocked_layers, "LEAST_BLOCK", tokens - 1)
