@@ -20,7 +20,8 @@ batch (totals and weights add up over micro-batches); the second trains on sum_m
     d Var_e(R_e)   = sum_m  w_m / W_e  2 (R_e - mean_e R_e) / E   d l_m                     (`vrex_weights`)
     d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)
 
-W_e is the sum of w over the pairs of e.
+W_e is the sum of w over the pairs of e. First derivatives only: V-REx takes the mean as a constant, whose gradient
+cancels.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def environment_means(
 def vrex(losses_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
     """V-REx's Var_e(R_e): a scalar, differentiable in the losses; 0 where there are less than two environments."""
     means_E, totals_E = environment_means(losses_M, environments_M, environments, weights_M)
-    risks = means_E[totals_E > 0]
-    return risks.var(correction=0) if len(risks) else means_E.sum()
+    there_E = _there(totals_E)
+    mean = torch.dot(there_E, means_E.detach())  # its own gradient cancels: the deviations from it sum to 0
+    return torch.dot(there_E, (means_E - mean).square())
 
 
 def irm_v1(slopes_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
