@@ -41,7 +41,7 @@ def rows_of(report: BenchReport) -> Iterator[tuple[str, ...]]:
     theirs, ours = report.variants
     headline = str(report.config["profile"]["headline"])
     work = work_of(report)
-    for name in sorted(theirs.samples.keys() - {WALL}, key=lambda name: name != headline):
+    for name in sorted(theirs.samples.keys() - {WALL}, key=lambda name: (name != headline, name)):
         found = better_by(theirs.samples[name], ours.samples[name])
         ratio = "" if found is None else f"{found.ratio:.2f}x ({interval(found)})"
         yield work, f"`{name}`", figure(theirs.samples[name]), figure(ours.samples[name]), ratio
