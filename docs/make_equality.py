@@ -135,21 +135,22 @@ def told(values: Sequence[float | None]) -> str:
 
 def verdict(rows: Sequence[Row]) -> str:
     """All metrics together, then how many differ one by one and how many would by chance."""
-    p, ways = together(rows), math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
+    (p, compared), ways = together(rows), math.comb(len(rows[0].slow) + len(rows[0].fast), len(rows[0].slow))
     same = "are the same within the spread of the seeds" if p >= SIGNIFICANT else "**differ by more than the seeds do**"
     told = (
-        f"Over all metrics together, the two sides {same}: p = {p:.3f} (exact, of {ways} ways to deal the seeds). "
-        f"{one_by_one(rows)}"
+        f"Over all {compared} comparisons together, the two sides {same}: p = {p:.3f} (exact, of {ways} ways to deal "
+        f"the seeds). {one_by_one(rows)}"
     )
     if len(rows[0].slow) <= FIRST:
         return told
     first = [Row(row.round, row.title, row.slow[:FIRST], row.fast[:FIRST]) for row in rows]
-    return f"{told}\n\nThe first {FIRST} seeds alone: p = {together(first):.3f}. {one_by_one(first)}"
+    return f"{told}\n\nThe first {FIRST} seeds alone: p = {together(first)[0]:.3f}. {one_by_one(first)}"
 
 
-def together(rows: Sequence[Row]) -> float:
+def together(rows: Sequence[Row]) -> tuple[float, int]:
+    """The joint p, and of how many comparisons: those that every seed has."""
     whole = [row for row in rows if len(known(row.slow)) == len(row.slow) and len(known(row.fast)) == len(row.fast)]
-    return joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole])
+    return joint_p([known(row.slow) for row in whole], [known(row.fast) for row in whole]), len(whole)
 
 
 def one_by_one(rows: Sequence[Row]) -> str:

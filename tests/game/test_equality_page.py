@@ -101,9 +101,9 @@ def made_run(root: Path, side: str, seed: int, auc: float, **changes: Any) -> No
         )
 
 
-def made(root: Path) -> tuple[int, str, str]:
+def made(root: Path, *arguments: str) -> tuple[int, str, str]:
     out = root / "page.md"
-    command = [sys.executable, str(SCRIPT), "--only-table", "--root", str(root), "--out", str(out)]
+    command = [sys.executable, str(SCRIPT), "--only-table", "--root", str(root), "--out", str(out), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     return done.returncode, out.read_text() if out.exists() else "", done.stderr
 
@@ -124,6 +124,18 @@ def test_a_page_of_sides_that_agree_but_for_one_metric(tmp_path: Path) -> None:
     assert "`rollout.max_rows` | 8 | 256 |" in page
     assert "5 seeds each, 2 rounds, played by pvg 0.1.0+abc." in page
     assert "202 s with all switches slow and 202 s with all fast" in page
+
+
+def test_of_more_seeds_the_first_five_are_told_by_themselves(tmp_path: Path) -> None:
+    for seed in range(7):
+        made_run(tmp_path, "slow", seed, 0.9 + seed / 1000)
+        made_run(tmp_path, "fast", seed, (0.7 if seed < 5 else 0.99) + seed / 1000)
+    code, page, err = made(tmp_path, "--seeds", "7")
+    assert code == 0, err
+    first = next(line for line in page.splitlines() if line.startswith("The first 5 seeds alone: p = 0.008."))
+    assert "One by one, 2 of 5 lie beyond the spread at 0.05" in first
+    assert "7 seeds each, 2 rounds" in page
+    assert "are the same within the spread of the seeds" in page
 
 
 def test_runs_of_other_switches_or_incomplete_ones_make_no_page(tmp_path: Path) -> None:
