@@ -1,8 +1,9 @@
 """Products of float32 matrices on a CPU, by the faster of two libraries that come with torch.
 
 torch gives them to MKL, which on AMD's processors reaches half of what they can do: on an EPYC with AVX-512, 80 Gflop/s
-a core, where oneDNN reaches 170 (matrices of 128 to 512, either library's second call, one thread and two). On Intel's
-both are alike, and MKL is asked. `BY_ONEDNN` says which; the processor alone decides, so that a run repeats bit by bit.
+a core, where oneDNN reaches 170 (matrices of 128 to 512, either library's second call, one thread and two). On Intel's,
+which MKL is made for, it is asked. `BY_ONEDNN` says which; the processor alone decides, so that a run repeats bit by bit.
+What a step gains by it is a rung of the `trainer` profile.
 
 oneDNN compiles a kernel for each shape that it meets, of some megabytes, and takes a millisecond for it. So it is asked
 for blocks of exactly ROWS rows, and MKL for what is left over: a model has a dozen shapes then, not one for every
@@ -17,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 512  # twice as many are no faster; half as many lose a fifth to the threads' meeting
+ROWS = 512  # blocks for a cache; with 256 a row takes a sixth longer than with 2,048
 
 
 def _is_wider() -> bool:
