@@ -2,7 +2,7 @@
 
 torch gives them to MKL, which on AMD's processors reaches half of what they can do: on an EPYC with AVX-512, 80 Gflop/s
 a core, where oneDNN reaches 170 (matrices of 128 to 512, either library's second call, one thread and two). On Intel's,
-which MKL is made for, it is asked. `BY_ONEDNN` says which; the processor alone decides, so that a run repeats bit by bit.
+which MKL is made for, it is asked. `BY_ONEDNN` says which; the processor alone decides, so a run repeats bit by bit.
 What a step gains by it is a rung of the `trainer` profile.
 
 oneDNN compiles a kernel for each shape that it meets, of some megabytes, and takes a millisecond for it. So it is asked
