@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +85,12 @@ def requests(players: Players, count: int, tokens: int = 24, temperature: float 
     return [GenerationRequest(f"r{i}", asked[i % len(asked)], sampling, seed=i) for i in range(count)]
 
 
+def told(wanted: Iterable[GenerationRequest], halfway: Callable[[], None]) -> Iterator[GenerationRequest]:
+    """The same requests; `halfway` is called as soon as one has six tokens, and again with those after them."""
+    for request in wanted:
+        yield replace(request, on_tokens=lambda count: halfway() if count > 5 else None)
+
+
 async def all_of(players: Players, wanted: list[GenerationRequest]) -> list[Completion]:
     found = await asyncio.gather(*map(players.engine.generate, wanted))
     assert [completion.request_id for completion in found] == [request.id for request in wanted]
@@ -142,16 +148,21 @@ def test_an_update_in_mid_flight_leaves_every_token_with_the_version_that_sample
     folder: Path, server: Served
 ) -> None:
     async def play(players: Players, kept: Kept) -> None:
-        halfway = asyncio.Event()
-        sampling, asked = Sampling(max_tokens=100, stop_ids=()), prompts(players, 64)
-        wanted = [  # more than the server decodes together, so that many are still under way when the weights come
-            GenerationRequest(f"r{i}", asked[i % 64], sampling, i, on_tokens=lambda n: halfway.set() if n > 5 else None)
-            for i in range(256)
-        ]
-        running = asyncio.create_task(all_of(players, wanted))
+        wanted, found = requests(players, 4096, 100), list[Completion]()
+        halfway, updated = asyncio.Event(), asyncio.Event()
+        waiting = told(wanted, halfway.set)
+
+        async def keep_asking() -> None:
+            while not updated.is_set():
+                found.append(await players.engine.generate(next(waiting)))
+
+        # Asked until the weights have come, however long that takes, and by more than the server decodes together: some
+        # are under way then.
+        asking = [asyncio.create_task(keep_asking()) for _ in range(128)]
         await halfway.wait()
         await players.publish(moved(players, 0.05), 1)
-        found = await running
+        updated.set()
+        await asyncio.gather(*asking)
         both = [completion for completion in found if [span.version for span in completion.spans] == [0, 1]]
         assert both, [completion.spans for completion in found]
         for completion in both[:8]:
@@ -168,9 +179,9 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
     async def play(players: Players, kept: Kept) -> None:
         wanted = requests(players, 128, 100)  # more than the server decodes together: some have no token yet
         pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0)
-        tasks = [asyncio.create_task(players.engine.generate(request)) for request in wanted]
-        await until(lambda: running_requests(pool, server.url), lambda count: count > 0)
-        await asyncio.sleep(0.5)
+        halfway = asyncio.Event()
+        tasks = [asyncio.create_task(players.engine.generate(request)) for request in told(wanted, halfway.set)]
+        await halfway.wait()
         players.engine.cut([request.id for request in wanted])
         cut = await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: running_requests(pool, server.url), lambda count: count == 0)
@@ -199,9 +210,11 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
 
 def test_abandoned_requests_leave_nothing_running(folder: Path, server: Served) -> None:
     async def play(players: Players, kept: Kept) -> None:
-        tasks = [asyncio.create_task(players.engine.generate(request)) for request in requests(players, 64, 100)]
+        halfway = asyncio.Event()
+        wanted = told(requests(players, 64, 100), halfway.set)
+        tasks = [asyncio.create_task(players.engine.generate(request)) for request in wanted]
         pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0)
-        await until(lambda: running_requests(pool, server.url), lambda count: count > 0)
+        await halfway.wait()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
