@@ -46,6 +46,7 @@ def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals
     """SIGTERM also where SIGINT is ignored, as in the background of a script."""
 
     def ignore() -> None:
+        signal.signal(number, signal.SIG_DFL)  # whatever started the tests may have ignored it, as nohup does
         signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     with subprocess.Popen(
