@@ -1,11 +1,12 @@
 """Products of float32 matrices on a CPU, by the faster of two libraries that come with torch.
 
-torch gives them to MKL, which on AMD's processors reaches half of what they can do: on an EPYC with AVX-512, 80 Gflop/s
-a core, where oneDNN reaches 170 (matrices of 128 to 512, either library's second call, one thread and two). On Intel's,
-which MKL is made for, it is asked. `BY_ONEDNN` says which; the processor alone decides, so a run repeats bit by bit.
-What a step gains by it is a rung of the `trainer` profile.
+torch gives them to MKL, which on AMD's processors is the slower one: on an EPYC with AVX-512 a linear layer forward and
+backward is 1.5 to 1.9 times as fast by oneDNN in one thread, 0.9 to 1.7 times in two, the smallest sizes gaining least
+(`python benchmarks/products.py`, docs/products-threads-*.json). On Intel's, which MKL is made for, it is asked.
+`BY_ONEDNN` says which; the processor alone decides, so a run repeats bit by bit. What a step gains by blocks and oneDNN
+together is a rung of the `trainer` profile.
 
-oneDNN compiles a kernel for each shape that it meets, of some megabytes, and takes a millisecond for it. So it is asked
+oneDNN compiles a kernel for each shape that it meets, and keeps some megabytes for it. So it is asked
 for blocks of exactly ROWS rows, and MKL for what is left over: a model has a dozen shapes then, not one for every
 number of tokens.
 
@@ -18,11 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 512  # blocks for a cache; with 256 a row takes a sixth longer than with 2,048
+ROWS = 512  # blocks that stay in a cache, of enough rows that a call costs little
 
 
 def _is_wider() -> bool:
-    """Whether oneDNN is there, and the processor is one that MKL does not know how to use."""
+    """Whether oneDNN is there, and the processor is one on which MKL was the slower one."""
     built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return built and wide and hasattr(torch.ops.mkldnn, "_linear_pointwise") and vendor() == "AuthenticAMD"
