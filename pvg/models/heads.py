@@ -11,6 +11,7 @@ what a verifier version consists of is `trainable_state`, and its name is the di
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -113,6 +114,10 @@ class VerifierModel(nn.Module):
             digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def start_elsewhere(self, seed: int) -> None:
+        """Begin the training as another member of an ensemble: draw anew, from `seed`, what a head's start leaves free.
+        Most heads leave nothing free, and their members differ in what they are trained on alone."""
+
     def close(self) -> None:
         """Free the weights. Closing twice does nothing; any other use afterwards raises ModelClosedError."""
         self.backbone = None
@@ -162,6 +167,13 @@ class ScalarHead(VerifierModel):
         if output is not None and output.weight is not embeddings.weight:
             output.requires_grad_(False)  # not part of any score, so not part of a version
 
+    def start_elsewhere(self, seed: int) -> None:
+        """w ~ N(0, 1 / (D + 1)), as reward models' heads begin since arXiv 1909.08593; whatever the device."""
+        size = self.weight_D.numel()
+        start_D = torch.randn(size, generator=torch.Generator().manual_seed(seed)) / math.sqrt(size + 1)
+        with torch.no_grad():
+            self.weight_D.copy_(start_D)
+
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
@@ -178,13 +190,18 @@ class ImplicitHead(VerifierModel):
 
     needs_reference = True
 
-    def __init__(self, language_model: LanguageModel, beta: float) -> None:
+    def __init__(self, language_model: LanguageModel, beta: float, like: VerifierModel | None = None) -> None:
+        """`like`: see `build_verifier`."""
         super().__init__(language_model)
         self.beta = beta
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
         # Not a submodule: it is no part of what is trained, saved or versioned.
-        self._reference_model = language_model.copy()
-        self._reference_model.module.requires_grad_(False)
+        self._reference_model: LanguageModel
+        if isinstance(like, ImplicitHead):
+            self._reference_model = like._reference_model.again()
+        else:
+            self._reference_model = language_model.copy()
+            self._reference_model.module.requires_grad_(False)
 
     @property
     def start(self) -> nn.Module:
@@ -264,20 +281,23 @@ def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
     )
 
 
-HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
-    "scalar": lambda section, language_model: ScalarHead(language_model),
-    "implicit": lambda section, language_model: ImplicitHead(language_model, section.beta),
-    "yes_token": lambda section, language_model: YesTokenHead(language_model),
+HEADS: dict[str, Callable[[Verifier, LanguageModel, VerifierModel | None], VerifierModel]] = {
+    "scalar": lambda section, language_model, like: ScalarHead(language_model),
+    "implicit": lambda section, language_model, like: ImplicitHead(language_model, section.beta, like),
+    "yes_token": lambda section, language_model, like: YesTokenHead(language_model),
 }
 
 
-def build_verifier(section: Verifier, language_model: LanguageModel) -> VerifierModel:
+def build_verifier(
+    section: Verifier, language_model: LanguageModel, like: VerifierModel | None = None
+) -> VerifierModel:
     """The verifier of `section` on `language_model`, which it takes over: closing the verifier closes the model.
+    `like` is a verifier that started from the same weights; what never changes of it is then shared with it.
 
     Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
     """
     try:
-        verifier = HEADS[section.head](section, language_model)
+        verifier = HEADS[section.head](section, language_model, like)
     except ConfigurationError:
         language_model.close()
         raise
