@@ -58,6 +58,9 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
     if training.micro_batch_memory_mb:
         micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
+    pairs = f"{verifier.steps} steps x {verifier.pairs}"
+    if verifier.ensemble > 1:
+        pairs = f"{verifier.ensemble} members x {pairs}"
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
@@ -74,7 +77,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
             numbers.mint_rollouts_per_round,
             f"{game.mint_problems:,} problems x {game.mint_samples}",
         ),
-        ("verifier pairs per round", numbers.verifier_pairs_per_round, f"{verifier.steps} steps x {verifier.pairs}"),
+        ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, f"{training.steps} steps"),
         ("optimizer steps in all", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
     ]

@@ -91,9 +91,9 @@ class Experiment(Section):
             accumulation_steps=-(-per_step // micro),
             completion_tokens_per_batch=rollouts * rollout.max_tokens,
             mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples,
-            verifier_pairs_per_round=self.verifier.steps * self.verifier.pairs,
+            verifier_pairs_per_round=self.verifier.ensemble * self.verifier.steps * self.verifier.pairs,
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
-            optimizer_steps=self.game.rounds * (self.verifier.steps + training.steps),
+            optimizer_steps=self.game.rounds * (self.verifier.ensemble * self.verifier.steps + training.steps),
         )
 
     def warnings(self) -> list[str]:

@@ -86,6 +86,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_sampling,
         _impossible_experts,
         _impossible_servers,
+        _impossible_verifiers,
         _impossible_roles,
     ):
         found += part(experiment)
@@ -271,6 +272,17 @@ def _impossible_servers(experiment: Experiment) -> list[str]:
     return found
 
 
+def _impossible_verifiers(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of ensembles."""
+    verifier, found = experiment.verifier, []
+    if verifier.engine == "vllm" and verifier.ensemble > 1:
+        found.append(
+            f"verifier.ensemble = {verifier.ensemble} needs as many sets of weights, and servers hold one verifier at "
+            "a time; set verifier.engine to 'torch', or verifier.ensemble to 1"
+        )
+    return found
+
+
 def _impossible_roles(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of the game itself."""
     game, prompts = experiment.game, experiment.rollout.prompts
@@ -327,6 +339,7 @@ def oddities(experiment: Experiment) -> list[str]:
     if training.blocked_layers and (missing := _missing_for_blocks(experiment)):
         found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
     found += _idle_servers(experiment)
+    found += _odd_verifiers(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
     if rollout.group_deadline_s is not None and rollout.min_group == _rollouts_of_deadline(experiment):
@@ -350,6 +363,18 @@ def oddities(experiment: Experiment) -> list[str]:
     for key, is_set in idle.get(training.loss, {}).items():
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
+    return found
+
+
+def _odd_verifiers(experiment: Experiment) -> list[str]:
+    """Of the oddities, those of ensembles."""
+    verifier, found = experiment.verifier, []
+    if verifier.ensemble == 1:
+        for key, without_effect in (("aggregation", verifier.aggregation != "mean"), ("bag", verifier.bag < 1.0)):
+            if without_effect:
+                found.append(f"verifier.{key} has no effect on verifier.ensemble = 1; set that to 3 or more")
+    if verifier.ensemble == 2 and verifier.aggregation == "median":
+        found.append("verifier.aggregation = 'median' of verifier.ensemble = 2 members is their mean; take 3 or more")
     return found
 
 

@@ -45,18 +45,21 @@ def split_reference(name: str) -> tuple[Path, str]:
 
 
 def resolve(key: str, name: str, table: Mapping[str, T], kind: type = object) -> T:
-    """What `name` means for the setting `key`: a line of pvg's `table`, or an object of the user's file.
+    """What `name` means for the setting `key`: a line of pvg's `table`, or an object of a user's file (`load`)."""
+    return load(key, name, kind) if is_reference(name) else table[name]
+
+
+def load(key: str, name: str, kind: type = object) -> Any:
+    """The object that the reference `name` means for the setting `key`; its file is run.
 
     Raises ConfigurationError when the file cannot be read or run, or holds no such `kind` of object (`object`:
     anything that can be called).
     """
-    if not is_reference(name):
-        return table[name]
     path, attribute = split_reference(name)
     module = _module(key, path)
     if not hasattr(module, attribute):
         raise ConfigurationError(f"{key}: {path} defines no {attribute!r}.")
-    found: T = getattr(module, attribute)
+    found = getattr(module, attribute)
     fits = callable(found) if kind is object else isinstance(found, kind)
     if not fits:
         wanted = "something that can be called" if kind is object else f"a {kind.__name__}"

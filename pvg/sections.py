@@ -179,6 +179,9 @@ class Verifier(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # share of the mint's problems kept for calibration and AUC
     acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9  # share of correct solutions that the threshold accepts
+    ensemble: Count = 1  # members, each trained for `steps` on pairs of its own draw, that score as one
+    aggregation: Literal["mean", "median", "min"] = "mean"  # of the members' scores, brought to one scale
+    bag: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # share of the mint's problems that each member learns from
     cache_entries: Count = 100_000
     score_tokens: Count = 16_384  # tokens per scoring batch
     engine: Literal["torch", "vllm"] = "torch"  # who computes the scores: this process, or serving.verifier_servers

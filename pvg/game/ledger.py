@@ -138,12 +138,19 @@ class Ledger:
         """Before the state is committed: a process killed in between finishes the phase, and writes it, once more."""
         before = self.state
         own = [info.path for info in self._shards_of(after, before.round, before.phase.value)]
+        earlier = before.progress.get("weights", ())  # of the phase, that an earlier commit of it named
         write_manifest(
             self.directory,
             before.round,
             before.phase.value,
-            inputs={"weights": list(before.weights), "shards": len(after.shards) - len(own)},
-            outputs={"weights": [name for name in after.weights if name not in before.weights], "shards": own},
+            inputs={
+                "weights": [name for name in before.weights if name not in earlier],
+                "shards": len(after.shards) - len(own),
+            },
+            outputs={
+                "weights": [name for name in after.weights if name not in before.weights or name in earlier],
+                "shards": own,
+            },
             config_hash=after.config_hash,
             code_version=after.code_version,
             metrics=metrics,

@@ -16,6 +16,7 @@ import torch
 
 from pvg.experiment import Experiment
 from pvg.game.roles import prompt_renderer
+from pvg.game.seeds import seed_for
 from pvg.models import open_model, pick_device
 from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier
@@ -30,6 +31,7 @@ from pvg.tasks.task import Task
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in
 from pvg.verifier.cache import ScoreCache
+from pvg.verifier.protocol import Judge
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
@@ -114,19 +116,24 @@ class Players:
         """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
         (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
-    def open_verifier(self) -> VerifierModel:
-        """A verifier at its initial weights; the caller closes it."""
-        model = open_model(self.experiment.models.verifier, self.device)
-        return build_verifier(self.experiment.verifier, model)
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
+        """A verifier at its initial weights, as `member` of an ensemble where its head's start leaves anything free;
+        the caller closes it. `like`: another member, with which it shares what never changes."""
+        experiment = self.experiment
+        verifier = build_verifier(experiment.verifier, open_model(experiment.models.verifier, self.device), like)
+        if member:  # the first one is what a verifier without an ensemble is
+            verifier.start_elsewhere(seed_for(experiment.seed, round_, "verifier-start", member))
+        return verifier
 
-    def template(self, verifier: VerifierModel) -> VerifierTemplate:
+    def template(self, verifier: Judge) -> VerifierTemplate:
         return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads)
 
-    def scorer(self, verifier: VerifierModel) -> VerifierScorer:
+    def scorer(self, verifier: Judge) -> VerifierScorer:
         """A scorer with an empty cache. The verifier stays the caller's."""
         section, template = self.experiment.verifier, self.template(verifier)
         backend = None
         if self.verifier_serving is not None:
+            assert isinstance(verifier, VerifierModel), "experiment_checks refuses ensembles on servers"
             references = ScoreCache(section.cache_entries)
             backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
         return VerifierScorer(

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pvg.errors import StateError
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
+from pvg.game.round_verifier import read_round_verifier
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
-from pvg.game.verifier_phase import verifier_weights_name
 from pvg.models.adapters import AdaptedModel, attach_adapters
-from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import Adapter
 from pvg.records import source_of_round
@@ -28,6 +27,7 @@ from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
+from pvg.verifier.protocol import Judge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,23 +102,17 @@ def read_prover(session: Session, source: str) -> tuple[dict[str, Tensor], Adapt
     return tensors, Adapter(low_rank, meta["config"])
 
 
-async def open_round_verifier(session: Session, round_: int) -> tuple[VerifierModel, float]:
-    """The frozen verifier of a round and its acceptance threshold; the caller closes it."""
-
-    def opened() -> tuple[VerifierModel, float]:
-        tensors, meta = session.ledger.read_weights(verifier_weights_name(round_))
-        verifier = session.players.open_verifier()
-        verifier.load_trainable_state(tensors)
-        return verifier, float(meta["threshold"])
-
-    return await session.players.compute(opened)
+async def open_round_verifier(session: Session, round_: int) -> tuple[Judge, float]:
+    """The frozen verifier of a round, which may be an ensemble, and its acceptance threshold; the caller closes it."""
+    players, read = session.players, session.ledger.read_weights
+    return await players.compute(lambda: read_round_verifier(players, read, round_))
 
 
 class ProverPhase:
     """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood."""
 
     def __init__(
-        self, session: Session, info: PhaseInfo, verifier: VerifierModel, threshold: float, learner: LanguageModel
+        self, session: Session, info: PhaseInfo, verifier: Judge, threshold: float, learner: LanguageModel
     ) -> None:
         experiment = session.experiment
         training = experiment.training

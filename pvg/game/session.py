@@ -208,11 +208,12 @@ class Session:
     async def commit_trainer(
         self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any
     ) -> None:
-        """Commit a trainer after its newest step, with `extra` tensors beside its own. The time is charged to the next
-        step: this one's budget is closed, for its metrics are part of the commit."""
+        """Commit a trainer after its newest step, with `extra` tensors beside its own; that step is the phase's unless
+        `changes` say otherwise. The time is charged to the next step: this one's budget is closed, for its metrics are
+        part of the commit."""
         with span("checkpoint"):
             tensors, meta = await self.players.compute(trainer.state)
-        await self.commit(({**tensors, **(extra or {})}, meta), step=trainer.steps_done, **changes)
+        await self.commit(({**tensors, **(extra or {})}, meta), **{"step": trainer.steps_done, **changes})
 
     async def commit_state(self, state: GameState) -> None:
         """Commit a state made by `GameState.enter`."""

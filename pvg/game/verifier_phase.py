@@ -2,6 +2,12 @@
 
 Labels are correctness, never role (invariant 3). A held-out share of the mint's problems calibrates the acceptance
 threshold and measures the AUC.
+
+With verifier.ensemble = K, K members are trained one after the other, each from the initial weights and with the whole
+budget, and the round's verifier scores with all of them (pvg.models.ensembles). They differ in the pairs they draw, as
+in arXiv 2310.02743 (other seeds of the training, one pretrained start); where a head's start leaves something free, in
+that too; and with verifier.bag < 1 in the problems that they see at all. Bags are no default: networks gained more from
+all of the data (arXiv 1612.01474). Member 0, without a bag, is the verifier that a run without an ensemble trains.
 """
 
 from __future__ import annotations
@@ -10,52 +16,50 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from pvg import sections
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.round_verifier import member_weights_name, read_members, verifier_weights_name
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
+from pvg.models.ensembles import Scales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
-from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
+from pvg.records import Float32, Rollout
+from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.calibration import common_scales, disagreement, member_scores
 from pvg.verifier.data import PairSource
 from pvg.verifier.measures import acceptance_threshold, auc
 from pvg.verifier.robust import objective_for
 
 
-def verifier_weights_name(round_: int) -> str:
-    return f"round-{round_:03d}-verifier"
-
-
 async def train_verifier(session: Session) -> None:
     """Play the phase from the last committed step on and enter TRAIN_PROVER."""
     section, state = session.experiment.verifier, session.state
-    info = session.begin("steps", section.steps, state.step)
+    info = session.begin("steps", section.ensemble * section.steps, state.step)
     started = time.perf_counter()
-    with span("open_models"):
-        verifier = await session.players.compute(session.players.open_verifier)
+    if section.ensemble == 1:
+        verifier: VerifierModel | VerifierEnsemble = await _trained(session, info, member=0)
+    else:
+        verifier = await _trained_ensemble(session, info)
     try:
-        with span("open_models"):
-            stream = _open_pairs(session)
-            if state.step == 0:  # a resumed phase has told it
-                _tell_about_sources(session, stream)
-            trainer = _open_trainer(session, verifier, stream)
-        session.first_step()
-        while trainer.steps_done < section.steps:
-            await _step(session, trainer, info)
         with span("evaluate"):
             metrics = await _calibrate(session, verifier)
-            metrics["pairs_available"] = float(stream.pairs_available)
+            metrics["pairs_available"] = float(_open_pairs(session).pairs_available)
         name = verifier_weights_name(state.round)
         with span("checkpoint"):
             meta = {"round": state.round, "version": verifier.version(), "threshold": metrics["threshold"]}
+            if isinstance(verifier, VerifierEnsemble):
+                meta |= {"aggregation": verifier.aggregation, "members": finished_members(session)}
             await session.ledger.save_weights(name, verifier.trainable_state(), meta)
         session.finish_phase(info, metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.TRAIN_PROVER)
@@ -64,15 +68,73 @@ async def train_verifier(session: Session) -> None:
         verifier.close()
 
 
-def _open_pairs(session: Session) -> PairStream:
-    """The mint's pairs less the held-out problems, drawn by the mixture and a seed of the round."""
-    game, round_, share = session.experiment.game, session.state.round, session.experiment.verifier.held_out
+# --- members: the one verifier, or each of an ensemble's --------------------------------------------------------------
+
+
+def finished_members(session: Session) -> list[str]:
+    """The weights of the ensemble's members that are trained, by name: their number says which one comes next."""
+    return list(session.state.progress.get("weights", ()))
+
+
+async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemble:
+    """The members, one trained after the other, as an ensemble without scales; the caller closes it. What is finished
+    is committed, so that a resumed phase goes on within the member that it was at."""
+    section, players, round_ = session.experiment.verifier, session.players, session.state.round
+    for member in range(len(finished_members(session)), section.ensemble):
+        verifier = await _trained(session, info, member)
+        try:
+            name, meta = member_weights_name(round_, member), {"round": round_, "member": member}
+            with span("checkpoint"):
+                await session.ledger.save_weights(name, verifier.trainable_state(), meta)
+        finally:
+            verifier.close()
+        state, names = session.state, [*finished_members(session), name]
+        step, weights = (member + 1) * section.steps, (*state.weights, name)
+        await session.commit_state(
+            replace(state, step=step, checkpoint=None, weights=weights, progress={"weights": names})
+        )
+    with span("open_models"):
+        read, names = session.ledger.read_weights, finished_members(session)
+        members = await players.compute(lambda: read_members(players, read, round_, names))
+    return VerifierEnsemble(members, section.aggregation, Scales.none(len(members)))
+
+
+async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:
+    """A member after its last step, trained from the last committed one on; the caller closes it."""
+    players, round_ = session.players, session.state.round
+    with span("open_models"):
+        verifier = await players.compute(lambda: players.open_verifier(round_, member))
+    try:
+        with span("open_models"):
+            stream = _open_pairs(session, member)
+            if session.state.step == 0:  # a resumed phase has told it
+                _tell_about_sources(session, stream)
+            trainer = _open_trainer(session, verifier, stream, member)
+        session.first_step()
+        while trainer.steps_done < session.experiment.verifier.steps:
+            await _step(session, trainer, info, member)
+    except BaseException:
+        verifier.close()
+        raise
+    return verifier
+
+
+def _open_pairs(session: Session, member: int = 0) -> PairStream:
+    """The mint's pairs less the held-out problems, drawn by the mixture and a seed of the round and the member. Of an
+    ensemble with bags, those of the member's bag."""
+    game, round_, section = session.experiment.game, session.state.round, session.experiment.verifier
+    place = ("pairs", member) if member else ("pairs",)
+    seed = seed_for(session.seed, round_, *place)
+    bag, share = seed_for(session.seed, round_, "bag", member), section.bag if section.ensemble > 1 else 1.0
+
+    def keep(problem_id: str) -> bool:
+        return not is_held_out(problem_id, section.held_out) and is_in_bag(problem_id, bag, share)
+
     shards = session.ledger.shards(round_, Phase.MINT.value)
-    view = PairView(session.ledger.rollout_shards, shards, keep=lambda problem_id: not is_held_out(problem_id, share))
+    view = PairView(session.ledger.rollout_shards, shards, keep=keep)
     weights = source_weights(game, sources_for_round(round_))
-    seed = seed_for(session.seed, round_, "pairs")
     stream = PairStream(view, weights, seed)
-    if session.experiment.verifier.loss == "cross_entropy" and not stream.pairs_available:
+    if section.loss == "cross_entropy" and not stream.pairs_available:
         return UnpairedStream(view, weights, seed)
     return stream
 
@@ -118,7 +180,7 @@ def optimizer_settings(section: sections.Verifier) -> OptimizerSettings:
     )
 
 
-def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream) -> Trainer[VerifierBatch]:
+def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream, member: int) -> Trainer[VerifierBatch]:
     section, players = session.experiment.verifier, session.players
     source = PairSource(
         stream,
@@ -126,7 +188,7 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
         verifier,
         section,
         executor=players.executor,
-        start_step=session.state.step,
+        start_step=session.state.step - member * section.steps,
         source_fingerprint=players.base.tokenizer.fingerprint,
     )
     sources = len(sources_for_round(session.state.round))
@@ -146,38 +208,80 @@ def _open_trainer(session: Session, verifier: VerifierModel, stream: PairStream)
     return trainer
 
 
-async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo) -> None:
-    started = time.perf_counter()
+async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo, member: int) -> None:
+    section, started = session.experiment.verifier, time.perf_counter()
     report = await trainer.step()
     if report is None:
         raise StateError("The pair stream ended before the verifier's steps were done.")
     metrics = dict(report.metrics)
     metrics["pairs_per_s"] = metrics["pairs"] / (time.perf_counter() - started)
-    done = trainer.steps_done
+    if section.ensemble > 1:
+        metrics["member"] = float(member)
+    done = member * section.steps + trainer.steps_done
     session.report_step(info, done, metrics)
     if session.due(done, info.total):
-        await session.commit_trainer(trainer)
+        await session.commit_trainer(trainer, step=done)
 
 
-async def _calibrate(session: Session, verifier: VerifierModel) -> dict[str, float]:
-    """AUC and acceptance threshold on the mint's held-out problems, or, with an alert, on all of the mint where those
-    lack correct or incorrect solutions: a weak prover on a small mint must not cost the round."""
-    section, round_ = session.experiment.verifier, session.state.round
-    minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
-    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)]
-    correct = sum(r.grade.correct for r in held_out)
-    if correct in (0, len(held_out)):
-        message = (
-            f"{correct} of {len(held_out)} held-out solutions are correct: the threshold and the AUC are taken on all "
-            "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
-        )
-        session.alert([Alert("calibration", message)], section.steps)
-        held_out = minted
-    with span("score"):
-        scores_N = await session.players.scorer(verifier).score(held_out)
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsemble) -> dict[str, float]:
+    """AUC and acceptance threshold on held-out solutions; of an ensemble, those of the aggregated score, after the
+    scales of its members, which it gets here."""
+    section, players = session.experiment.verifier, session.players
+    held_out = await _held_out(session)
     correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
+    found: dict[str, float] = {}
+    with span("score"):
+        if isinstance(verifier, VerifierEnsemble):
+            scores_N, found = await _scaled(session, verifier, held_out, correct_N)
+        else:
+            scores_N = await players.scorer(verifier).score(held_out)
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
         "threshold": acceptance_threshold(scores_N[correct_N], section.acceptance),
         "held_out": float(len(held_out)),
+        **found,
     }
+
+
+async def _held_out(session: Session) -> list[Rollout]:
+    """The solutions of the mint's held-out problems, or, with an alert, all of the mint where those lack correct or
+    incorrect ones: a weak prover on a small mint must not cost the round."""
+    section, round_ = session.experiment.verifier, session.state.round
+    minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
+    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)]
+    correct = sum(r.grade.correct for r in held_out)
+    if correct not in (0, len(held_out)):
+        return held_out
+    message = (
+        f"{correct} of {len(held_out)} held-out solutions are correct: the threshold and the AUC are taken on all "
+        "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
+    )
+    session.alert([Alert("calibration", message)], section.ensemble * section.steps)
+    return minted
+
+
+async def _scaled(
+    session: Session, ensemble: VerifierEnsemble, held_out: list[Rollout], correct_N: NDArray[np.bool_]
+) -> tuple[Float32, dict[str, float]]:
+    """Bring the members to one scale; the ensemble's scores of these solutions float32 [N], and what to tell."""
+    section, players = session.experiment.verifier, session.players
+    members_KN = await member_scores(
+        ensemble,
+        players.template(ensemble),
+        held_out,
+        token_budget=section.score_tokens,
+        executor=players.executor,
+        prover_fingerprint=players.base.tokenizer.fingerprint,
+    )
+    ensemble.scales = common_scales(members_KN)
+    aucs = [auc(own_N[correct_N], own_N[~correct_N]) for own_N in members_KN]
+
+    def aggregated() -> tuple[Float32, float]:
+        scaled = ensemble.scales.applied(torch.from_numpy(members_KN)).numpy()
+        return ensemble.aggregated(torch.from_numpy(members_KN)).numpy(), disagreement(scaled)
+
+    scores_N, apart = await players.compute(aggregated)
+    return scores_N, {"disagreement": apart, "member_auc_best": max(aucs), "member_auc_worst": min(aucs)}

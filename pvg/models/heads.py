@@ -11,6 +11,7 @@ what a verifier version consists of is `trainable_state`, and its name is the di
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, UsageError
-from pvg.extensions import called, resolve
+from pvg.extensions import called, is_reference, load
 from pvg.models.fused_layers import last_hidden, why_not_last
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
@@ -117,6 +118,10 @@ class VerifierModel(nn.Module):
             digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def start_elsewhere(self, seed: int) -> None:
+        """Begin the training as another member of an ensemble: draw anew, from `seed`, what a head's start leaves free.
+        Most heads leave nothing free, and their members differ in what they are trained on alone."""
+
     def close(self) -> None:
         """Free the weights. Closing twice does nothing; any other use afterwards raises ModelClosedError."""
         self.backbone = None
@@ -166,6 +171,13 @@ class ScalarHead(VerifierModel):
         if output is not None and output.weight is not embeddings.weight:
             output.requires_grad_(False)  # not part of any score, so not part of a version
 
+    def start_elsewhere(self, seed: int) -> None:
+        """w ~ N(0, 1 / (D + 1)), as reward models' heads begin since arXiv 1909.08593; whatever the device."""
+        size = self.weight_D.numel()
+        start_D = torch.randn(size, generator=torch.Generator().manual_seed(seed)) / math.sqrt(size + 1)
+        with torch.no_grad():
+            self.weight_D.copy_(start_D)
+
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
@@ -183,13 +195,18 @@ class ImplicitHead(VerifierModel):
     needs_reference = True
     reads = "implicit"
 
-    def __init__(self, language_model: LanguageModel, beta: float) -> None:
+    def __init__(self, language_model: LanguageModel, beta: float, like: VerifierModel | None = None) -> None:
+        """`like`: see `build_verifier`."""
         super().__init__(language_model)
         self.beta = beta
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
         # Not a submodule: it is no part of what is trained, saved or versioned.
-        self._reference_model = language_model.copy()
-        self._reference_model.module.requires_grad_(False)
+        self._reference_model: LanguageModel
+        if isinstance(like, ImplicitHead):
+            self._reference_model = like._reference_model.again()
+        else:
+            self._reference_model = language_model.copy()
+            self._reference_model.module.requires_grad_(False)
 
     @property
     def start(self) -> nn.Module:
@@ -271,21 +288,27 @@ def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
     )
 
 
-HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
-    "scalar": lambda section, language_model: ScalarHead(language_model),
-    "implicit": lambda section, language_model: ImplicitHead(language_model, section.beta),
-    "yes_token": lambda section, language_model: YesTokenHead(language_model),
+HEADS: dict[str, Callable[[Verifier, LanguageModel, VerifierModel | None], VerifierModel]] = {
+    "scalar": lambda section, language_model, like: ScalarHead(language_model),
+    "implicit": lambda section, language_model, like: ImplicitHead(language_model, section.beta, like),
+    "yes_token": lambda section, language_model, like: YesTokenHead(language_model),
 }
 
 
-def build_verifier(section: Verifier, language_model: LanguageModel) -> VerifierModel:
+def build_verifier(
+    section: Verifier, language_model: LanguageModel, like: VerifierModel | None = None
+) -> VerifierModel:
     """The verifier of `section` on `language_model`, which it takes over: closing the verifier closes the model.
+    `like` is a verifier that started from the same weights; what never changes of it is then shared with it.
 
     Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
     """
     key, name = "verifier.head", section.head
     try:
-        verifier = called(key, name, resolve(key, name, HEADS), section, language_model)
+        if is_reference(name):
+            verifier = called(key, name, load(key, name), section, language_model)
+        else:
+            verifier = HEADS[name](section, language_model, like)
         if not isinstance(verifier, VerifierModel):
             raise ConfigurationError(f"{key} = {name!r} gives a {type(verifier).__name__}, which is no VerifierModel.")
     except ConfigurationError:

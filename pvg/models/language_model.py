@@ -93,6 +93,10 @@ class LanguageModel:
         module = copy.deepcopy(self.module)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
 
+    def again(self) -> LanguageModel:
+        """The same weights with another owner: they are freed when all of their owners have closed."""
+        return LanguageModel(self.module, self.tokenizer, self.name)
+
     def weights(self) -> dict[str, Tensor]:
         """Every weight once, under its first name, detached but not copied: it changes as the model is trained."""
         return self._named_weights()[0]

@@ -7,10 +7,9 @@ has one as an example. What it gives is checked where pvg depends on it, so that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pvg.errors import ConfigurationError
-from pvg.extensions import called, resolve
+from pvg.extensions import called, load
 from pvg.records import Grade, Problem, Split
 from pvg.sections import CustomTask
 from pvg.tasks.task import Task
@@ -48,6 +47,5 @@ class CheckedTask:
 
 def open_custom(section: CustomTask) -> CheckedTask:
     """Raises ConfigurationError when the file, the class or its settings are wrong."""
-    none: dict[str, Any] = {}
-    kind: Any = resolve(KEY, section.source, none)
+    kind = load(KEY, section.source)
     return CheckedTask(section.source, called(KEY, section.source, lambda: kind(**section.settings)))

@@ -168,6 +168,16 @@ def _verifier() -> list[Metric]:
             HIGHER,
             "P(a correct solution scores above a wrong one) on held-out problems of the mint; a tie is half.",
         ),
+        *_in(VERIFIER, "member", "count", NEITHER, "The ensemble's member that the step trained, from 0."),
+        *_in(
+            VERIFIER,
+            "disagreement",
+            "score",
+            NEITHER,
+            "Standard deviation between the members' scores of a held-out solution, mean over the solutions.",
+        ),
+        *_in(VERIFIER, "member_auc_best", "share", HIGHER, "The highest AUC of a single member of the ensemble."),
+        *_in(VERIFIER, "member_auc_worst", "share", HIGHER, "The lowest AUC of a single member of the ensemble."),
         *_trained(VERIFIER),
     ]
 

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Int32
 from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.cache import ScoreCache, ScoreKey
+from pvg.verifier.protocol import Judge
 from pvg.verifier.rectangle import Rectangle, batches, rectangle
 
 
@@ -71,7 +71,7 @@ class TorchBackend:
 
     def __init__(
         self,
-        model: VerifierModel,
+        model: Judge,
         template_key: str,
         references: ScoreCache,
         *,

@@ -1,11 +1,17 @@
-"""The `Scorer` protocol: rollouts in, scores out."""
+"""The `Scorer` protocol: rollouts in, scores out; and `Judge`: what computes the scores behind one in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pvg.records import Float32, Rollout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pvg.models.tokenizer import Tokenizer
 
 
 class Scorer(Protocol):
@@ -19,3 +25,30 @@ class Scorer(Protocol):
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
         """float32 [n], logits: how sure the verifier is that each rollout is correct."""
         ...
+
+
+class Judge(Protocol):
+    """A verifier as those see it who only ask it for scores: one model (pvg.models.heads.VerifierModel, which explains
+    each of these), or several that score as one (pvg.models.ensembles.VerifierEnsemble)."""
+
+    needs_reference: bool
+    reads: Literal["scalar", "implicit", "yes_token"]
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+    ) -> Tensor: ...
+
+    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor: ...
+
+    def version(self) -> str: ...
+
+    def close(self) -> None: ...

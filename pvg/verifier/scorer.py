@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
-from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Rollout
 from pvg.telemetry.spans import span
 from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
-from pvg.verifier.protocol import Scorer
+from pvg.verifier.protocol import Judge, Scorer
 from pvg.verifier.rectangle import WIDTH, padded_width
 from pvg.verifier.template import VerifierTemplate
 
@@ -72,7 +71,7 @@ class VerifierScorer(Scorer):
 
     def __init__(
         self,
-        model: VerifierModel,
+        model: Judge,
         template: VerifierTemplate,
         version: str,
         *,

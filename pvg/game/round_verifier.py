@@ -1,0 +1,62 @@
+"""A round's verifier on disk: one model, or an ensemble. Whatever opens a round's verifier does it here.
+
+    verifier, threshold = read_round_verifier(players, ledger.read_weights, round_)
+
+One model is a folder of weights. An ensemble is a folder for each member, and one under the verifier's own name that
+holds the scales and names the members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from pvg.game.players import Players
+from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.heads import VerifierModel
+from pvg.verifier.protocol import Judge
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]
+
+
+def verifier_weights_name(round_: int) -> str:
+    return f"round-{round_:03d}-verifier"
+
+
+def member_weights_name(round_: int, member: int) -> str:
+    """Of a member of the round's ensemble, from 0."""
+    return f"{verifier_weights_name(round_)}-member-{member}"
+
+
+def read_round_verifier(players: Players, read_weights: ReadWeights, round_: int) -> tuple[Judge, float]:
+    """The frozen verifier of a round and its acceptance threshold; the caller closes it. In the compute thread.
+
+    `read_weights` gives what `Ledger.save_weights` was given under a name.
+    """
+    tensors, meta = read_weights(verifier_weights_name(round_))
+    threshold = float(meta["threshold"])
+    if "members" not in meta:
+        verifier = players.open_verifier(round_)
+        verifier.load_trainable_state(tensors)
+        return verifier, threshold
+    scales = Scales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
+    members = read_members(players, read_weights, round_, meta["members"])
+    return VerifierEnsemble(members, meta["aggregation"], scales), threshold
+
+
+def read_members(players: Players, read_weights: ReadWeights, round_: int, names: Sequence[str]) -> list[VerifierModel]:
+    """The members of an ensemble, each a verifier of its own, which share what training never changed."""
+    members: list[VerifierModel] = []
+    with ExitStack() as opened:
+        for number, name in enumerate(names):
+            tensors, _ = read_weights(name)
+            member = players.open_verifier(round_, number, members[0] if members else None)
+            opened.callback(member.close)
+            member.load_trainable_state(tensors)
+            members.append(member)
+        opened.pop_all()
+    return members

@@ -1,0 +1,82 @@
+"""What held-out solutions say of an ensemble: its members' scales, and how far they agree.
+
+A member's scores are mapped to the location and the spread that the members have in common:
+
+    V' = (V - centre_k) spread / spread_k + centre
+
+centre_k and spread_k are the mean and the standard deviation of member k's scores on the held-out solutions, centre and
+spread the medians of these over the members: one member that learnt nothing or ran away moves no other's scale. Why
+scores need one, says pvg.models.ensembles. A member whose scores are all alike keeps its slope; it only moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pvg.errors import TrainingDivergedError
+from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.records import Float32, Rollout
+from pvg.telemetry.spans import run_in, span
+from pvg.verifier.rectangle import batches, rectangle
+from pvg.verifier.template import VerifierTemplate
+
+
+def common_scales(scores_KN: NDArray[np.floating]) -> Scales:
+    """The scales of K members by their scores of N held-out solutions (N at least 1). Members that are equal get
+    exactly slope 1 and offset 0: the sums are exact (fsum), and a median of equal values is that value."""
+    centres_K = np.array([math.fsum(scores_N) / len(scores_N) for scores_N in scores_KN.astype(np.float64)])
+    deviations_KN = scores_KN.astype(np.float64) - centres_K[:, None]
+    spreads_K = np.array([math.sqrt(math.fsum(own_N * own_N) / len(own_N)) for own_N in deviations_KN])
+    told_K = spreads_K > 0
+    common = float(np.median(spreads_K[told_K])) if told_K.any() else 1.0
+    slopes_K = np.where(told_K, common / np.where(told_K, spreads_K, 1.0), 1.0)
+    return Scales(slopes_K, float(np.median(centres_K)) - slopes_K * centres_K)
+
+
+def disagreement(scaled_KN: NDArray[np.floating]) -> float:
+    """The standard deviation between the members' scores of a solution, mean over the solutions."""
+    return float(scaled_KN.astype(np.float64).std(axis=0).mean())
+
+
+async def member_scores(
+    ensemble: VerifierEnsemble,
+    template: VerifierTemplate,
+    rollouts: Sequence[Rollout],
+    *,
+    token_budget: int,
+    executor: Executor,
+    prover_fingerprint: str | None,
+) -> Float32:
+    """float32 [K, N], each member's on its own scale: the bits that a `VerifierScorer` makes its scores of.
+
+    Raises TrainingDivergedError that names the member and the rollout where a score is not finite.
+    """
+    inputs = [template.tokens(r.question, r.text, r.completion_ids, prover_fingerprint) for r in rollouts]
+    found_KN: Float32 = np.empty((len(ensemble.members), len(inputs)), dtype=np.float32)
+
+    def forward() -> None:
+        with torch.inference_mode(), span("score_service", device=True):
+            for rows in batches([len(ids) for ids, _ in inputs], token_budget, ensemble.max_length):
+                packed = rectangle(
+                    [inputs[row][0] for row in rows],
+                    [inputs[row][1] for row in rows],
+                    ensemble.tokenizer.pad_id,
+                    ensemble.device,
+                    token_budget=token_budget,
+                    max_length=ensemble.max_length,
+                )
+                found_KN[:, rows] = ensemble.member_scores(*packed)[:, : len(rows)].cpu().numpy()
+
+    await run_in(executor, forward)
+    for member, number in np.argwhere(~np.isfinite(found_KN)):
+        raise TrainingDivergedError(
+            f"Member {member} of the verifier scores rollout {rollouts[number].id} {found_KN[member, number]}.",
+            "Its weights have diverged: lower verifier.learning_rate. What was committed before is intact.",
+        )
+    return found_KN

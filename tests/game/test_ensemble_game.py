@@ -1,0 +1,226 @@
+"""Rounds whose verifier is an ensemble: what is trained, saved, opened again, told, resumed and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kill_drill import differences, fingerprint, small_experiment
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.players import Players
+from pvg.game.round_verifier import read_round_verifier
+from pvg.game.run import Outcome, play
+from pvg.models.ensembles import VerifierEnsemble
+from pvg.store.checkpoints import read_checkpoint
+from pvg.store.journal import read_json_lines
+from pvg.store.manifest import read_manifests
+from pvg.store.pairs import is_held_out, is_in_bag
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+from pvg.tasks import open_task
+from pvg.telemetry.catalogue import unknown_metrics
+from pvg.telemetry.observer import SilentObserver
+from pvg.verifier.measures import auc
+
+MEMBERS = [f"round-000-verifier-member-{number}" for number in range(3)]
+
+# Two kills: the first after 8 steps, which is 3 into member 1, the second after 6 more, in member 2.
+KILL_AND_RESUME = """
+import sys, tomllib
+from pathlib import Path
+from kill_drill import finish, kill_somewhere, start
+from pvg.experiment import build_experiment
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+
+class Dice:
+    def __init__(self, events): self.events = events
+    def randint(self, low, high): return self.events
+    def random(self): return 0.0
+
+experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
+for resume, events in ((False, 1 + 8), (True, 1 + 6)):
+    died = kill_somewhere(*start(experiment, root, resume=resume), "train_verifier", Dice(events))
+    state = FileStateStore(RunDirectory.open("drill", root).state).load().state
+    print(died, state["step"], len(state["progress"].get("weights", [])))
+finish(*start(experiment, root, resume=True))
+"""
+
+
+def ensemble_experiment(**verifier: Any) -> Experiment:
+    plain = small_experiment().plain()
+    plain["game"] |= {"rounds": 1, "mint_problems": 48}
+    plain["training"] |= {"steps": 2}
+    plain["verifier"] |= {"ensemble": 3, "aggregation": "min", "steps": 5, "held_out": 0.3, **verifier}
+    plain["store"] = {**plain["store"], "commit_every": 2}
+    return build_experiment(plain)
+
+
+def played(experiment: Experiment, root: Path) -> tuple[Outcome, RunDirectory]:
+    async def work() -> Outcome:
+        return await play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
+
+    run = RunDirectory.create(root, "drill", experiment)
+    with run.lock():
+        return asyncio.run(work()), run
+
+
+def state_of(run: RunDirectory) -> dict[str, Any]:
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    return dict(state)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    outcome, run = played(ensemble_experiment(), tmp_path_factory.mktemp("whole"))
+    assert outcome.status == "complete"
+    return run
+
+
+def test_an_ensemble_saves_its_members_and_what_makes_them_one(whole: RunDirectory) -> None:
+    assert state_of(whole)["weights"] == [*MEMBERS, "round-000-verifier", "round-000-prover"]
+    tensors, meta = read_checkpoint(whole.weights, "round-000-verifier")
+    assert (meta["members"], meta["aggregation"]) == (MEMBERS, "min")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"slopes_K": (3,), "offsets_K": (3,)}
+    members = [read_checkpoint(whole.weights, name)[0] for name in MEMBERS]
+    for name in members[0]:
+        assert not torch.equal(members[0][name], members[1][name])
+        assert not torch.equal(members[1][name], members[2][name])
+    (manifest,) = [m for m in read_manifests(whole) if m.phase == "train_verifier"]
+    assert (manifest.inputs["weights"], manifest.outputs["weights"]) == ([], [*MEMBERS, "round-000-verifier"])
+
+
+def test_member_0_is_the_verifier_of_a_run_without_an_ensemble(whole: RunDirectory, tmp_path: Path) -> None:
+    _, single = played(ensemble_experiment(ensemble=1, aggregation="mean"), tmp_path)
+    assert state_of(single)["weights"] == ["round-000-verifier", "round-000-prover"]
+    expected, meta = read_checkpoint(single.weights, "round-000-verifier")
+    assert meta.keys() == {"round", "version", "threshold"}
+    found, _ = read_checkpoint(whole.weights, MEMBERS[0])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_steps_and_calibration_are_told(whole: RunDirectory) -> None:
+    rows = list(read_json_lines(whole.metrics))
+    steps = [row for row in rows if row["kind"] == "step" and row["phase"] == "train_verifier"]
+    assert [row["step"] for row in steps] == list(range(1, 16))
+    assert {row["of"] for row in steps} == {15}
+    assert [row["metrics"]["member"] for row in steps] == [0.0] * 5 + [1.0] * 5 + [2.0] * 5
+    (phase,) = [row for row in rows if row["kind"] == "phase" and row["phase"] == "train_verifier"]
+    metrics = phase["metrics"]
+    assert metrics["disagreement"] > 0.0
+    assert metrics["member_auc_worst"] <= metrics["member_auc_best"]
+    assert unknown_metrics(f"train_verifier/{name}" for name in [*metrics, *steps[0]["metrics"]]) == []
+
+
+def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) -> None:
+    """Version, threshold and AUC are those of the aggregated scores that it gives."""
+    experiment = ensemble_experiment()
+    _, meta = read_checkpoint(whole.weights, "round-000-verifier")
+
+    async def judged() -> tuple[str, float, np.ndarray, np.ndarray]:
+        players = Players(experiment, open_task(experiment.task))
+        try:
+            read = lambda name: read_checkpoint(whole.weights, name)  # noqa: E731
+            verifier, threshold = await players.compute(lambda: read_round_verifier(players, read, 0))
+            assert isinstance(verifier, VerifierEnsemble)
+            scores_N = await players.scorer(verifier).score(held_out)
+            version = verifier.version()
+            verifier.close()
+            return version, threshold, scores_N, np.array([r.grade.correct for r in held_out])
+        finally:
+            await players.close()
+
+    from pvg.store.shards import RolloutShards, ShardInfo
+
+    shards = RolloutShards(whole.path)
+    infos = [ShardInfo.from_plain(plain) for plain in state_of(whole)["shards"] if "mint" in plain["path"]]
+    held_out = [r for info in infos for r in shards.read(info) if is_held_out(r.problem_id, 0.3)]
+    version, threshold, scores_N, correct_N = asyncio.run(judged())
+    assert (version, threshold) == (meta["version"], meta["threshold"])
+    assert threshold in scores_N[correct_N].tolist()
+    (phase,) = [
+        row for row in read_json_lines(whole.metrics) if row["kind"] == "phase" and row["phase"] == "train_verifier"
+    ]
+    assert phase["metrics"]["verifier_auc"] == auc(scores_N[correct_N], scores_N[~correct_N])
+    played_with = [
+        r.verifier_version
+        for plain in state_of(whole)["shards"]
+        if "mint" not in plain["path"]
+        for r in shards.read(ShardInfo.from_plain(plain))
+    ]
+    assert set(played_with) == {version}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"aggregation": "mean", "head": "scalar"}, {"aggregation": "median", "bag": 0.7, "robust": "group_dro"}],
+    ids=["mean of scalar heads", "median of bags"],
+)
+def test_other_ensembles_play_to_the_end(settings: dict[str, Any], tmp_path: Path) -> None:
+    outcome, run = played(ensemble_experiment(steps=2, **settings), tmp_path)
+    assert outcome.status == "complete"
+    assert len(state_of(run)["weights"]) == 5
+
+
+def test_killed_within_members_it_ends_like_the_uninterrupted_run(whole: RunDirectory, tmp_path: Path) -> None:
+    # In a process of its own, which forks before any torch work: see kill_drill.
+    done = subprocess.run(
+        [sys.executable, "-c", KILL_AND_RESUME, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        input=ensemble_experiment().to_toml(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kills = [line.split() for line in done.stdout.splitlines()]
+    assert [phase for phase, _, _ in kills] == ["train_verifier"] * 2
+    assert any(int(members) > 0 and int(step) % 5 for _, step, members in kills), kills  # in the middle of a later one
+    assert differences(fingerprint(tmp_path), fingerprint(whole.path.parent)) == []
+    manifests = [
+        [m for m in read_manifests(run) if m.phase == "train_verifier"]
+        for run in (RunDirectory.open("drill", tmp_path), whole)
+    ]
+    assert manifests[0][0].outputs["weights"] == manifests[1][0].outputs["weights"]
+
+
+def test_bags_are_a_function_of_their_seed_and_of_their_share() -> None:
+    ids = [f"problem-{number}" for number in range(4000)]
+    bags = {bag: {i for i in ids if is_in_bag(i, bag, 0.6)} for bag in (1, 2)}
+    assert all(abs(len(found) / len(ids) - 0.6) < 0.03 for found in bags.values())
+    assert abs(len(bags[1] & bags[2]) / len(ids) - 0.36) < 0.03
+    held_out = {i for i in ids if is_held_out(i, 0.3)}
+    assert abs(len(bags[1] & held_out) / len(held_out) - 0.6) < 0.06
+    assert {i for i in ids if is_in_bag(i, 1, 0.3)} < bags[1]
+    assert all(is_in_bag(i, 1, 1.0) for i in ids)
+
+
+def test_what_no_ensemble_can_do_is_refused_or_told() -> None:
+    plain = small_experiment().plain()
+
+    def settings(**verifier: Any) -> dict[str, Any]:
+        return {**plain, "verifier": {**plain["verifier"], **verifier}}
+
+    serving = {"serving": {"verifier_servers": ["http://127.0.0.1:1"]}}
+    with pytest.raises(ConfigurationError, match=r"verifier\.ensemble = 3 needs as many sets of weights"):
+        build_experiment({**settings(ensemble=3, engine="vllm"), **serving})
+    for key, value in (("aggregation", "min"), ("bag", 0.5)):
+        complaint = f"verifier.{key} has no effect on verifier.ensemble = 1"
+        assert any(complaint in line for line in build_experiment(settings(**{key: value})).warnings())
+        told = build_experiment(settings(ensemble=3, **{key: value})).warnings()
+        assert not any(complaint in line for line in told)
+    told = build_experiment(settings(ensemble=2, aggregation="median")).warnings()
+    assert any("is their mean" in line for line in told)
+    numbers = build_experiment(settings(ensemble=3)).arithmetic()
+    assert numbers.verifier_pairs_per_round == 3 * 7 * 4
+    assert numbers.optimizer_steps == 2 * (3 * 7 + 7)

@@ -1,0 +1,146 @@
+"""Verifiers that score as one: what is made of their scores, and what they share."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_ensembles import inputs, language, member
+
+from pvg import sections
+from pvg.models.ensembles import AGGREGATIONS, Scales, VerifierEnsemble
+from pvg.models.heads import HEADS, build_verifier
+from pvg.models.language_model import ModelClosedError
+
+SCORES = torch.tensor([[1.0, -2.0, 0.5], [4.0, 0.0, 0.5], [-2.0, -1.0, 3.5], [3.0, 7.0, 0.5]], dtype=torch.float64)
+
+
+def test_aggregations_by_hand() -> None:
+    assert AGGREGATIONS["mean"](SCORES).tolist() == [1.5, 1.0, 1.25]
+    assert AGGREGATIONS["min"](SCORES).tolist() == [-2.0, -2.0, 0.5]
+    assert AGGREGATIONS["median"](SCORES).tolist() == [2.0, -0.5, 0.5]
+    assert AGGREGATIONS["median"](SCORES[:3]).tolist() == [1.0, -1.0, 0.5]
+    assert AGGREGATIONS.keys() == set(sections.Verifier.model_json_schema()["properties"]["aggregation"]["enum"])
+
+
+def test_an_ensemble_aggregates_its_members_on_the_common_scale() -> None:
+    members, rows = [member("scalar", seed) for seed in (1, 2, 3)], inputs(7)
+    scales = Scales(np.array([1.0, 2.0, 0.5]), np.array([0.0, -1.0, 3.0]))
+    with torch.no_grad():
+        own_KB = torch.stack([one(*rows) for one in members]).double().numpy()
+    mapped_KB = np.stack([own_KB[0], 2.0 * own_KB[1] - 1.0, 0.5 * own_KB[2] + 3.0])
+    for name, expected_B in (
+        ("mean", mapped_KB.mean(0)),
+        ("median", np.median(mapped_KB, 0)),
+        ("min", mapped_KB.min(0)),
+    ):
+        found_B = VerifierEnsemble(members, name, scales)(*rows)
+        assert found_B.dtype == torch.float32
+        assert not found_B.requires_grad
+        np.testing.assert_allclose(found_B.numpy(), expected_B, rtol=1e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_equal_members_score_like_one_of_them_bit_by_bit(head: str, aggregation: str, count: int) -> None:
+    rows = inputs(9)
+    with torch.no_grad():
+        alone_B = member(head, 1)(*rows)
+    assert alone_B.std() > 1e-3
+    ensemble = VerifierEnsemble([member(head, 1) for _ in range(count)], aggregation, Scales.none(count))
+    assert torch.equal(ensemble(*rows), alone_B)
+    assert torch.equal(ensemble(*rows, ensemble.reference(*rows)), alone_B)
+
+
+@given(
+    st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=30),
+    st.integers(1, 7),
+    st.sampled_from(sorted(AGGREGATIONS)),
+)
+def test_aggregating_equal_scores_changes_no_bit(scores: list[float], count: int, aggregation: str) -> None:
+    scores_N = torch.tensor(scores, dtype=torch.float32)
+    found_N = AGGREGATIONS[aggregation](scores_N.double().expand(count, -1)).float()
+    assert torch.equal(found_N, scores_N)
+
+
+@given(
+    st.lists(st.lists(st.floats(-50, 50, width=32), min_size=4, max_size=4), min_size=1, max_size=6),
+    st.permutations(range(4)),
+)
+def test_aggregations_do_not_look_at_other_solutions_and_are_ordered(
+    scores: list[list[float]], order: list[int]
+) -> None:
+    scores_KN = torch.tensor(scores, dtype=torch.float64)
+    found = {name: aggregate(scores_KN) for name, aggregate in AGGREGATIONS.items()}
+    for name, aggregate in AGGREGATIONS.items():
+        assert torch.equal(aggregate(scores_KN[:, order]), found[name][order])
+        assert torch.equal(aggregate(scores_KN[:, :1]), found[name][:1])
+    assert bool((found["min"] <= found["median"]).all())
+    assert bool((found["min"] <= found["mean"] + 1e-12).all())
+
+
+def test_a_version_is_of_the_members_the_scales_and_the_aggregation() -> None:
+    members = [member("scalar", seed) for seed in (1, 2)]
+    moved = Scales(np.array([1.0, 1.0]), np.array([0.0, 0.5]))
+    versions = [
+        VerifierEnsemble(members, "min", Scales.none(2)).version(),
+        VerifierEnsemble(members, "mean", Scales.none(2)).version(),
+        VerifierEnsemble(members[::-1], "min", Scales.none(2)).version(),
+        VerifierEnsemble(members, "min", moved).version(),
+        VerifierEnsemble(members[:1], "min", Scales.none(1)).version(),
+        members[0].version(),
+    ]
+    assert len(set(versions)) == len(versions)
+    again = [member("scalar", seed) for seed in (1, 2)]
+    assert VerifierEnsemble(again, "min", Scales.none(2)).version() == versions[0]
+
+
+def test_members_share_the_frozen_start_of_the_implicit_head() -> None:
+    first = member("implicit", 1)
+    second = member("implicit", 2, like=first)
+    starts = [list(one.start.parameters()) for one in (first, second)]
+    assert all(a is b for a, b in zip(*starts, strict=True))
+    rows = inputs(5)
+    with torch.no_grad():
+        assert torch.equal(second(*rows), member("implicit", 2)(*rows))
+    first.close()
+    with torch.no_grad():
+        second(*rows)  # which is another owner of it
+    with pytest.raises(ModelClosedError):
+        _ = first.start
+
+
+def test_closing_frees_every_member_and_what_they_share() -> None:
+    first = member("implicit", 1)
+    ensemble = VerifierEnsemble([first, member("implicit", 2, like=first)], "min", Scales.none(2))
+    rows = inputs(3)
+    ensemble(*rows)
+    modules = [weakref.ref(one.backbone) for one in ensemble.members] + [weakref.ref(first.start)]
+    ensemble.close()
+    ensemble.close()
+    gc.collect()
+    assert [ref() for ref in modules] == [None] * 3
+    with pytest.raises(ModelClosedError):
+        ensemble(*rows)
+
+
+def test_scales_for_another_number_of_members_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 members, but scales for 2"):
+        VerifierEnsemble([member("scalar", 1)], "mean", Scales.none(2))
+
+
+def test_only_a_head_with_a_free_start_begins_elsewhere() -> None:
+    for head in HEADS:
+        one, other, again = (build_verifier(sections.Verifier(head=head), language(head)) for _ in "123")
+        other.start_elsewhere(7)
+        again.start_elsewhere(7)
+        changed = {n for n, w in one.trainable_state().items() if not torch.equal(w, other.trainable_state()[n])}
+        assert changed == ({"weight_D"} if head == "scalar" else set())
+        assert other.version() == again.version()
+    one.close()

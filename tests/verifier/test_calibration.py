@@ -1,0 +1,155 @@
+"""What held-out solutions say of an ensemble: scales by hand, and what they must not change."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_verifiers import digits_tokenizer, perturb, random_texts, rollout, verifier
+
+from pvg.errors import TrainingDivergedError
+from pvg.models.ensembles import AGGREGATIONS, Scales, VerifierEnsemble
+from pvg.verifier.calibration import common_scales, disagreement, member_scores
+from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.template import VerifierTemplate
+
+FINGERPRINT = digits_tokenizer().fingerprint
+
+
+def scaled(scores_KN: np.ndarray, scales: Scales) -> np.ndarray:
+    return scales.applied(torch.from_numpy(scores_KN)).numpy()
+
+
+def test_scales_by_hand() -> None:
+    # Means 2, 10, -1 and standard deviations 1, 4, 2: the medians are 2 and 2.
+    scores_KN = np.array([[1.0, 3.0, 1.0, 3.0], [6.0, 14.0, 14.0, 6.0], [1.0, -3.0, 1.0, -3.0]])
+    scales = common_scales(scores_KN)
+    assert scales.slopes_K.tolist() == [2.0, 0.5, 1.0]
+    assert scales.offsets_K.tolist() == [2.0 - 2.0 * 2.0, 2.0 - 0.5 * 10.0, 2.0 + 1.0]
+    assert scaled(scores_KN, scales).tolist() == [[0, 4, 0, 4], [0, 4, 4, 0], [4, 0, 4, 0]]
+    # Of each solution one member is 4 and two are 0, or the reverse: a standard deviation of 4 sqrt(2) / 3.
+    assert disagreement(scaled(scores_KN, scales)) == pytest.approx(
+        np.mean([np.std([0, 0, 4]), np.std([4, 4, 0]), np.std([0, 4, 4]), np.std([4, 0, 0])])
+    )
+
+
+def test_a_member_of_one_score_keeps_its_slope_and_only_moves() -> None:
+    scores_KN = np.array([[5.0, 5.0], [0.0, 2.0], [0.0, 4.0]])
+    scales = common_scales(scores_KN)
+    assert scales.slopes_K.tolist() == [1.0, 1.5, 0.75]
+    assert scaled(scores_KN, scales)[0].tolist() == [2.0, 2.0]
+    silent = common_scales(np.zeros((3, 4)))
+    assert (silent.slopes_K.tolist(), silent.offsets_K.tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+@given(st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=40), st.integers(1, 6))
+def test_equal_members_are_left_as_they_are(scores: list[float], count: int) -> None:
+    scores_KN = np.tile(np.array(scores, dtype=np.float32), (count, 1))
+    scales = common_scales(scores_KN)
+    assert scales.slopes_K.tolist() == [1.0] * count
+    assert scales.offsets_K.tolist() == [0.0] * count
+    assert disagreement(scaled(scores_KN, scales)) == pytest.approx(0.0, abs=1e-12)
+
+
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(-20, 20)), min_size=3, max_size=3),
+    st.sampled_from(sorted(AGGREGATIONS)),
+)
+def test_no_members_scale_decides_who_is_right(seed: int, changes: list[tuple[float, float]], aggregation: str) -> None:
+    """Bradley-Terry leaves a constant free, and the length of the training a slope: the order of the aggregated scores
+    is that of the same members without both."""
+    plain_KN = np.random.default_rng(seed).normal(size=(3, 20))
+    plain_KN = (plain_KN - plain_KN.mean(1, keepdims=True)) / plain_KN.std(1, keepdims=True)
+    changed_KN = np.stack([a * own_N + b for own_N, (a, b) in zip(plain_KN, changes, strict=True)])
+    aggregate = AGGREGATIONS[aggregation]
+    scales = common_scales(changed_KN)
+    found_N = aggregate(scales.applied(torch.from_numpy(changed_KN))).numpy()
+    spread, centre = np.median([a for a, _ in changes]), np.median([b for _, b in changes])
+    expected_N = spread * aggregate(torch.from_numpy(plain_KN)).numpy() + centre
+    np.testing.assert_allclose(found_N, expected_N, atol=1e-9)
+
+
+def ensemble_of(head: str, seeds: list[int], aggregation: str = "min") -> VerifierEnsemble:
+    members = []
+    for seed in seeds:
+        one = verifier(head)
+        perturb(one, seed=seed)
+        members.append(one)
+    return VerifierEnsemble(members, aggregation, Scales.none(len(members)))
+
+
+def scorer_of(model, executor, head: str, budget: int = 4096) -> VerifierScorer:
+    template = VerifierTemplate(model.tokenizer, "plain", head)
+    return VerifierScorer(
+        model,
+        template,
+        model.version(),
+        cache_entries=1000,
+        token_budget=budget,
+        executor=executor,
+        prover_fingerprint=FINGERPRINT,
+    )
+
+
+def held_out_scores(ensemble, executor, head: str, rollouts, budget: int = 4096):
+    template = VerifierTemplate(ensemble.tokenizer, "plain", head)
+    work = member_scores(
+        ensemble, template, rollouts, token_budget=budget, executor=executor, prover_fingerprint=FINGERPRINT
+    )
+    return asyncio.run(work)
+
+
+@pytest.mark.parametrize("head", ["scalar", "implicit", "yes_token"])
+def test_members_are_scored_as_each_is_by_a_scorer_of_its_own(head: str, executor) -> None:
+    ensemble = ensemble_of(head, [1, 2, 3])
+    rollouts = [rollout(text) for text in random_texts(20, seed=1)]
+    found_KN = held_out_scores(ensemble, executor, head, rollouts, budget=128)
+    for own_N, one in zip(found_KN, ensemble.members, strict=True):
+        expected_N = asyncio.run(scorer_of(one, executor, head).score(rollouts))
+        assert own_N.tobytes() == expected_N.tobytes()
+
+
+@pytest.mark.parametrize("head", ["scalar", "implicit"])
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_a_scorer_of_an_ensemble_gives_the_calibrated_bits_whatever_it_batches(
+    head: str, aggregation: str, executor
+) -> None:
+    ensemble = ensemble_of(head, [1, 2, 3], aggregation)
+    rollouts = [rollout(text) for text in random_texts(30, seed=6, longest=80)]
+    members_KN = held_out_scores(ensemble, executor, head, rollouts)
+    ensemble.scales = common_scales(members_KN)
+    assert not np.allclose(ensemble.scales.slopes_K, 1.0)
+    expected_N = ensemble.aggregated(torch.from_numpy(members_KN)).numpy()
+    for size, budget in ((30, 4096), (1, 4096), (7, 1024)):
+        scorer = scorer_of(ensemble, executor, head, budget)
+        parts = [asyncio.run(scorer.score(rollouts[at : at + size])) for at in range(0, len(rollouts), size)]
+        assert np.concatenate(parts).tobytes() == expected_N.tobytes(), (size, budget)
+        assert scorer.version == ensemble.version()
+
+
+def test_a_reference_is_computed_once_for_all_members(executor) -> None:
+    ensemble = ensemble_of("implicit", [1, 2, 3])
+    calls = []
+    first = ensemble.members[0]
+    compute = first.reference
+    first.reference = lambda *rows: calls.append(len(rows[0])) or compute(*rows)
+    for other in ensemble.members[1:]:
+        other._reference_model.close()  # whoever asks for another one fails
+    scorer = scorer_of(ensemble, executor, "implicit")
+    rollouts = [rollout(text) for text in random_texts(5, seed=2)]
+    asyncio.run(scorer.score(rollouts))
+    asyncio.run(scorer.score(rollouts))
+    assert len(calls) == 1
+
+
+def test_a_member_that_diverged_is_named(executor) -> None:
+    ensemble = ensemble_of("scalar", [1, 2])
+    with torch.no_grad():
+        ensemble.members[1].bias.fill_(float("nan"))
+    with pytest.raises(TrainingDivergedError, match="Member 1 of the verifier scores rollout mint/"):
+        held_out_scores(ensemble, executor, "scalar", [rollout("A1")])
