@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pvg.experiment_learning_checks import impossible_learning, odd_learning
+
 if TYPE_CHECKING:
     from pvg.experiment import Experiment
-
-GROUP_NORMALISED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"})
 
 
 def impossibilities(experiment: Experiment) -> list[str]:
@@ -19,7 +19,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
     rollouts = training.groups * rollout.group_size
     longest = rollout.max_tokens + 1
     found = []
-    if rollout.group_size == 1 and training.loss in GROUP_NORMALISED_LOSSES:
+    if rollout.group_size == 1 and not training.groupless:
         found.append(
             f"rollout.group_size = 1 leaves {training.loss} no group to take a mean of: every advantage would be 0; "
             "set rollout.group_size to 2 or more"
@@ -88,6 +88,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_servers,
         _impossible_verifiers,
         _impossible_roles,
+        impossible_learning,
     ):
         found += part(experiment)
     return found
@@ -96,10 +97,11 @@ def impossibilities(experiment: Experiment) -> list[str]:
 def _impossible_prefetch(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of rollouts that are sampled ahead and of stale ones."""
     training, rollout, found = experiment.training, experiment.rollout, []
-    if rollout.prefetch and training.loss == "spo" and rollout.group_deadline_s is not None:
+    if rollout.prefetch and training.groupless and rollout.group_deadline_s is not None:
         found.append(
-            "rollout.group_deadline_s cuts whole batches with training.loss = 'spo', and rollout.prefetch keeps none "
-            "together: it takes what is there first and waits for no straggler; leave rollout.group_deadline_s out"
+            f"rollout.group_deadline_s cuts whole batches with training.loss = {training.loss!r}, and rollout.prefetch "
+            "keeps none together: it takes what is there first and waits for no straggler; leave "
+            "rollout.group_deadline_s out"
         )
     if rollout.prefetch and rollout.logprobs == "recomputed":
         found.append(
@@ -118,36 +120,31 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of deadlines and of groups of one."""
     training, rollout, game = experiment.training, experiment.rollout, experiment.game
     found = []
-    if rollout.group_size == 1 and training.loss == "spo" and game.reward in ("src", "decoupled"):
+    if rollout.group_size == 1 and training.groupless and game.reward in ("src", "decoupled"):
         found.append(
             f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
             "rollout.group_size = 1 leaves it none: every reward would be the same; take 'cgc', 'goodhart' or "
             "'correctness', or raise rollout.group_size"
         )
-    if training.spo_prioritised and training.loss == "spo" and not rewards_are_shares(experiment):
-        found.append(
-            "training.spo_prioritised needs rewards between 0 and 1; set game.reward to 'correctness' and "
-            "training.overlong_buffer to 0, or training.spo_prioritised to false"
-        )
     found += _impossible_partial(experiment)
     if rollout.group_deadline_s is None:
         return found
-    of_batch = training.loss == "spo" or rollout.partial
+    of_batch = training.groupless or rollout.partial
     whole = _rollouts_of_deadline(experiment)
-    # spo's deadline is the batch's: of a group it may leave one, unless fewer are cut than that takes.
+    # Without groups the deadline is the batch's: of a group it may leave one, unless fewer are cut than that takes.
     may_leave_one = 1 < rollout.group_size <= 1 + whole - rollout.min_group
-    if training.loss == "spo" and not rollout.partial and game.reward in ("src", "decoupled") and may_leave_one:
+    if training.groupless and not rollout.partial and game.reward in ("src", "decoupled") and may_leave_one:
         found.append(
             f"game.reward = {game.reward!r} compares a score with those of the same problem and role, and "
-            "rollout.group_deadline_s may leave it none with training.loss = 'spo', whose batch it cuts wherever it is "
-            "late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
+            f"rollout.group_deadline_s may leave it none with training.loss = {training.loss!r}, whose batch it cuts "
+            "wherever it is late; take 'cgc', 'goodhart' or 'correctness', or set rollout.partial to true"
         )
     if rollout.min_group > whole:
         found.append(
             f"rollout.min_group = {rollout.min_group} is more than the {whole} rollouts that rollout.group_deadline_s "
             f"is for; set it to at most {whole}"
         )
-    if rollout.min_group == 1 and training.loss in GROUP_NORMALISED_LOSSES and not rollout.partial:
+    if rollout.min_group == 1 and not training.groupless and not rollout.partial:
         found.append(
             f"rollout.min_group = 1 may leave {training.loss} a group of one, which teaches nothing; set it to 2 or "
             "more"
@@ -164,7 +161,7 @@ def _impossible_stragglers(experiment: Experiment) -> list[str]:
 def _rollouts_of_deadline(experiment: Experiment) -> int:
     """How many rollouts rollout.min_group is a part of: a group's, or a batch's."""
     training, rollout = experiment.training, experiment.rollout
-    groups = training.groups if training.loss == "spo" or rollout.partial else 1
+    groups = training.groups if training.groupless or rollout.partial else 1
     return groups * rollout.group_size
 
 
@@ -195,11 +192,6 @@ def _impossible_partial(experiment: Experiment) -> list[str]:
             "'recomputed' knows only the newest; set it to 'sampled', or rollout.partial to false"
         )
     return found
-
-
-def rewards_are_shares(experiment: Experiment) -> bool:
-    """Whether every reward lies between 0 and 1."""
-    return experiment.game.reward == "correctness" and experiment.training.overlong_buffer == 0
 
 
 def _impossible_sampling(experiment: Experiment) -> list[str]:
@@ -342,8 +334,9 @@ def oddities(experiment: Experiment) -> list[str]:
     found += _odd_verifiers(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
+    found += odd_learning(experiment)
     if rollout.group_deadline_s is not None and rollout.min_group == _rollouts_of_deadline(experiment):
-        whole = "batch" if training.loss == "spo" or rollout.partial else "group"
+        whole = "batch" if training.groupless or rollout.partial else "group"
         found.append(f"rollout.group_deadline_s has no effect: rollout.min_group is the whole {whole}")
     if "partial_versions" in rollout.model_fields_set and not rollout.partial:
         found.append("rollout.partial_versions has no effect on rollout.partial = false")
@@ -356,9 +349,7 @@ def oddities(experiment: Experiment) -> list[str]:
         "cispo": {"training.clip_low": training.clip_low is not None},
     }
     if training.loss != "spo":
-        tracked = {
-            f"training.{name}": name in training.model_fields_set for name in ("spo_half_life", "spo_prioritised")
-        }
+        tracked = {"training.spo_half_life": "spo_half_life" in training.model_fields_set}
         idle[training.loss] = idle.get(training.loss, {}) | tracked
     for key, is_set in idle.get(training.loss, {}).items():
         if is_set:
@@ -403,7 +394,8 @@ def _odd_prefetch(experiment: Experiment) -> list[str]:
             f"{rollout.prefetch} samples ahead; raise it to {rollout.prefetch + 1}, or lower that"
         )
     stale = rollout.prefetch or rollout.partial
-    if stale and training.loss == "rloo" and training.off_policy == "sampled":
+    weighted = training.importance in ("truncated", "masked")
+    if stale and training.loss == "rloo" and training.off_policy == "sampled" and not weighted:
         found.append(
             "training.loss = 'rloo' has no ratio: stale rollouts count as if they were fresh; set training.off_policy "
             "to 'decoupled'"
@@ -412,10 +404,13 @@ def _odd_prefetch(experiment: Experiment) -> list[str]:
         found.append("rollout.prefer has no effect on rollout.prefetch = 0, which leaves no choice")
     if not rollout.prefetch and rollout.max_staleness is not None:
         found.append("rollout.max_staleness has no effect on rollout.prefetch = 0: nothing is ever stale")
-    if not stale and training.off_policy == "decoupled":
+    if training.off_policy == "decoupled" and training.importance in ("truncated", "masked"):
+        found.append(
+            "training.off_policy = 'decoupled' has no effect on training.importance = "
+            f"{training.importance!r}, which does so with all rollouts"
+        )
+    elif not stale and training.off_policy == "decoupled":
         found.append("training.off_policy = 'decoupled' has no effect on rollout.prefetch = 0: nothing is ever stale")
-    if training.off_policy == "sampled" and "importance_cap" in training.model_fields_set:
-        found.append("training.importance_cap has no effect on training.off_policy = 'sampled'")
     return found
 
 

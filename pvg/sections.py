@@ -7,6 +7,7 @@ pvg.experiment_checks.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -114,9 +115,9 @@ class Rollouts(Section):
     max_rows: Count = 256  # rows decoded together
     concurrency: Count = 1024  # requests in flight
     deadline_s: Positive | None = None  # of one request, retries included (vllm); None: as long as it takes
-    group_deadline_s: Positive | None = None  # of the prover's training: a group (spo: a batch) is then used with what
+    group_deadline_s: Positive | None = None  # of the prover's training: a group (spo, rae: a batch) is used with what
     # has arrived, and the rest of it cancelled; None: wait for all. What arrives in time is not the same every time.
-    min_group: Count = 2  # a group (spo: a batch) with fewer at its deadline waits until it has them
+    min_group: Count = 2  # a group (spo, rae: a batch) with fewer at its deadline waits until it has them
     partial: bool = False  # true: the deadline is a batch's; groups that are not complete then go on in the next batch,
     # under the next version, from where they were cut, and rollouts of complete groups are what min_group counts
     partial_versions: Count = 4  # by which a group's oldest token may be behind the policy that still samples for it;
@@ -187,10 +188,14 @@ class Verifier(Section):
     engine: Literal["torch", "vllm"] = "torch"  # who computes the scores: this process, or serving.verifier_servers
 
 
+Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], Field(strict=False, min_length=1)]
+Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
+
+
 class Training(Section):
     """Prover training: one step is one optimizer step over a batch of groups."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo"] = "grpo"
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo", "rae"] = "grpo"
     groups: Count = 32  # groups sampled per batch
     steps: Annotated[int, Field(ge=0)] = 60
     minibatches: Count = 1  # optimizer steps per sampled batch
@@ -209,12 +214,31 @@ class Training(Section):
     warmup: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     gradient_clip: Positive = 1.0
-    kl: Annotated[float, Field(ge=0.0)] = 0.02
+    kl: Annotated[float, Field(ge=0.0)] = 0.02  # coefficient of the KL to the base prover; with kl_target: at first
+    # value and gradient of its penalty (pvg/training/kl.py): k3's value with k2's gradient, which is the KL's, ...
+    kl_estimator: Literal["k3_k2", "k1_k2", "k2", "k3"] = "k3_k2"
+    kl_target: Positive | None = (
+        None  # nats per token at which the coefficient is held by following the KL; None: fixed
+    )
+    kl_horizon: Positive = 10.0  # kl_target: steps in which an error of a fifth or more moves it by a fifth
+    # the metric entropy is -log pi of the sampled tokens; "exact" tells that of the whole distribution beside it
+    entropy: Literal["sampled", "exact"] = "sampled"
+    entropy_bonus: Annotated[float, Field(ge=0.0)] = 0.0  # coefficient of the exact entropy in the objective; at first
+    entropy_target: Positive | None = None  # nats per token below which the bonus acts and grows; None: it stays
+    entropy_step: Positive = 1e-4  # entropy_target: by which the bonus's coefficient grows or shrinks in a step
+    entropy_bonus_max: Positive = 0.01  # entropy_target: the most that it grows to
     clip_low: Annotated[float, Field(gt=0.0)] | None = None  # None: the loss's own default
     clip_high: Annotated[float, Field(gt=0.0)] | None = None
     # stale rollouts are clipped around the policy that sampled them, or "decoupled": around that of the batch's start
     off_policy: Literal["sampled", "decoupled"] = "sampled"
-    importance_cap: Positive = 5.0  # decoupled: most that a token weighs for being likelier at the batch's start
+    # what corrects for a sampler that is not the policy at batch start (other weights, or another arithmetic):
+    # "truncated" or "masked" weights (pvg/training/importance.py) of all rollouts, which are then clipped around that
+    # policy, or "none"; None: truncated ones of stale rollouts with off_policy = "decoupled", else none
+    importance: Literal["none", "truncated", "masked"] | None = None
+    importance_high: Positive = 5.0  # most that a weight may be; over it, it is this (truncated) or 0 (masked)
+    importance_low: Annotated[float, Field(ge=0.0)] = 0.5  # masked: a weight below it is 0
+    # of each token, of its sequence (the product), or the sequence's geometric mean; None: token, but gspo's geometric
+    importance_level: Literal["token", "sequence", "geometric"] | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     logits_chunk: Count = 4_194_304  # most logits (tokens x vocabulary) held at once
     fused_layers: bool = True  # norms and rotary embeddings of Llama and Qwen2 in few passes, where prompts are shared
@@ -228,8 +252,44 @@ class Training(Section):
     lora_rank: Annotated[int, Field(ge=0)] = 0  # 0: all weights are trained; else adapters of all linear layers
     lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
     spo_half_life: Positive = 100.0  # versions of the policy after which spo's tracked values count half
-    spo_prioritised: bool = False  # problems whose outcome is uncertain are drawn more often; false: all alike
+    # which problems are asked: all in turn, or by tracked success rates (of each problem in each role): "prioritised"
+    # draws uncertain ones more often, "buckets" cuts the rates at curriculum_edges and keeps curriculum_shares
+    curriculum: Literal["none", "buckets", "prioritised"] = "none"
+    curriculum_half_life: Positive = 100.0  # versions of the policy after which tracked rates count half
+    curriculum_edges: Rates = (0.2, 0.8)  # success rates, rising: here hard, middle and easy problems
+    curriculum_shares: Shares = (0.25, 0.5, 0.25)  # of each role's groups in a batch, from hard to easy; sum to 1
+    # groups whose rewards are all the same are replaced by others, sampled in up to so many further rounds
+    dynamic_sampling: bool = False
+    dynamic_sampling_rounds: Count = 4
     overlong_buffer: Annotated[int, Field(ge=0)] = 0  # dapo's soft overlong reward starts this many tokens early
+
+    @model_validator(mode="after")
+    def _buckets(self) -> Training:
+        edges, shares = self.curriculum_edges, self.curriculum_shares
+        if any(low >= high for low, high in pairwise(edges)):
+            raise ValueError(f"training.curriculum_edges = {list(edges)} must rise")
+        if len(shares) != len(edges) + 1:
+            raise ValueError(
+                f"training.curriculum_shares has {len(shares)} shares, but {len(edges)} training.curriculum_edges make "
+                f"{len(edges) + 1} buckets"
+            )
+        if abs(sum(shares) - 1.0) > 1e-6:
+            raise ValueError(f"training.curriculum_shares = {list(shares)} sum to {sum(shares):g}, not to 1")
+        return self
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether entropy is part of the objective, be it at times with a coefficient of 0."""
+        return self.entropy_bonus > 0.0 or self.entropy_target is not None
+
+    @property
+    def exact_entropy(self) -> bool:
+        return self.entropy == "exact" or self.has_entropy_bonus
+
+    @property
+    def groupless(self) -> bool:
+        """Whether the loss takes no statistics of groups: a group of one teaches as much as any."""
+        return self.loss in ("spo", "rae")
 
 
 class Game(Section):

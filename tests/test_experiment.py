@@ -267,7 +267,6 @@ IMPOSSIBLE = [
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["game.mint_samples=1"], "game.mint_samples must be at least 2"),
     (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
-    (["training.loss=spo", "training.spo_prioritised=true"], "training.spo_prioritised needs rewards between 0 and 1"),
     (["rollout.group_deadline_s=9", "rollout.min_group=9"], "rollout.min_group = 9 is more than the 8 rollouts"),
     (["rollout.group_deadline_s=9", "rollout.min_group=1"], "rollout.min_group = 1 may leave grpo a group of one"),
     (
@@ -328,7 +327,7 @@ POSSIBLE = [
     ["game.sneaky_share=1.0", "game.reward=goodhart"],
     ["game.mint_samples=2"],
     ["training.loss=spo", "rollout.group_size=1", "game.reward=cgc"],
-    ["training.loss=spo", "training.spo_prioritised=true", "game.reward=correctness"],
+    ["training.loss=rae", "rollout.group_size=1", "game.reward=cgc"],
     ["rollout.min_group=9"],
     ["rollout.group_deadline_s=9", "rollout.min_group=8"],
     ["rollout.group_deadline_s=9", "training.minibatches=64"],

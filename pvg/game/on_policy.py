@@ -2,20 +2,26 @@
 
 The path of a step (architecture.md): token ids and log-probs come from the sampler and are used as they are. With
 `rollout.prefetch` groups are sampled and scored while the trainer works on others (pvg.game.prefetch), and a batch is
-made of those that are there.
+made of those that are there. With `training.dynamic_sampling` it is filled up with groups that have something to teach
+(pvg.game.refilling); all that was sampled is recorded, counted and learnt from by whoever tracks something.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
+from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.orders import ProverOrders
 from pvg.game.prefetch import Prefetcher
+from pvg.game.refilling import Played, refilled
 from pvg.game.rewards import Outcomes, rewards
 from pvg.game.session import Session
 from pvg.game.statistics import (
@@ -33,8 +39,15 @@ from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, routed_experts_of
-from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
+from pvg.training.credit import (
+    advantages,
+    baseline_advantages,
+    soft_overlong_rewards,
+    tracked_advantages,
+    zero_signal_groups,
+)
 from pvg.training.losses import PolicyObjective
+from pvg.training.role_baseline import RoleBaseline
 from pvg.training.values import ValueTracker
 from pvg.verifier.scorer import ScorerStats, VerifierScorer
 
@@ -51,9 +64,9 @@ class _Since:
 @dataclass
 class OnPolicySource:
     """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
-    of what `tracker` has learnt from the batches before, with a deadline of what arrived in time, with `partial` of
-    what was left unfinished by the batches before, and with rollout.prefetch of what has arrived at all: then `start`
-    comes first, and `close` last.
+    of what `tracker` has learnt from the batches before, with rae of what `baseline` has, with training.curriculum of
+    what `curriculum` has, with a deadline of what arrived in time, with `partial` of what was left unfinished by the
+    batches before, and with rollout.prefetch of what has arrived at all: then `start` comes first, and `close` last.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
     computed again (`rollout.logprobs = "recomputed"`, `training.off_policy = "decoupled"`).
@@ -67,15 +80,20 @@ class OnPolicySource:
     batches_done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     tracker: ValueTracker | None = field(init=False)
+    baseline: RoleBaseline | None = field(init=False)
+    curriculum: Curriculum | None = field(init=False)
     orders: ProverOrders = field(init=False)
     partial: PartialSampling | None = field(init=False)
     prefetcher: Prefetcher | None = field(init=False)
     _since: _Since = field(init=False)
+    _told_short: bool = False
 
     def __post_init__(self) -> None:
         experiment = self.session.experiment
         self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
-        self.orders = ProverOrders(self.session, self.tracker)
+        self.baseline = RoleBaseline() if experiment.training.loss == "rae" else None
+        self.curriculum = curriculum_of(experiment)
+        self.orders = ProverOrders(self.session, self.curriculum)
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
@@ -99,6 +117,32 @@ class OnPolicySource:
         if self.prefetcher is not None:
             await self.prefetcher.close()
 
+    # --- resuming -----------------------------------------------------------------------------------------------------
+
+    def progress(self) -> dict[str, Any]:
+        """What the next batches depend on beside the weights, as JSON data."""
+        return {
+            "batches": self.batches_done,
+            **({} if self.tracker is None else {"values": self.tracker.state()}),
+            **({} if self.baseline is None else {"baseline": self.baseline.state()}),
+            **({} if self.curriculum is None else {"success": self.curriculum.state()}),
+            **({} if self.prefetcher is None else {"groups_begun": self.prefetcher.begun}),
+            **({} if self.partial is None else {"partial": self.partial.state()}),
+        }
+
+    def load_progress(self, progress: Mapping[str, Any]) -> int:
+        """Go on where `progress` was taken; returns the rollouts that were carried then and are lost."""
+        self.batches_done = progress["batches"]
+        if self.tracker is not None:
+            self.tracker.load_state(progress["values"])
+        if self.baseline is not None:
+            self.baseline.load_state(progress["baseline"])
+        if self.curriculum is not None:
+            self.curriculum.load_state(progress["success"])
+        if self.prefetcher is not None:
+            self.prefetcher.resume(progress["groups_begun"])
+        return 0 if self.partial is None else self.partial.load_state(progress["partial"])
+
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> PolicyBatch:
@@ -111,29 +155,33 @@ class OnPolicySource:
         else:
             groups, ahead = await self.prefetcher.batch(number)
         sampled = self._now()
-        session.tell_rollouts(groups, number)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        with span("score"):  # of those that were scored as they came, the scores are in the cache
-            scores_N = await scorer.score(rollouts)
+        seconds = sampled.at - self._since.at
+        played = await self._played(groups)
+        if session.experiment.training.dynamic_sampling:
+            played, resampled_s, ahead = await refilled(played, number, self.orders, self._played)
+            seconds += resampled_s
+            sampled = self._now()
+            self._tell_short(int(ahead["groups_missing"]))
+        session.tell_rollouts(played.groups, number)
         with span("credit"):
-            rewards_N, batch, credit_metrics = self._credit(rollouts, scores_N)
+            batch, credit_metrics = self._credit(played)
         batch = await self._with_logprobs(batch)
-        since = self._since
+        rollouts, since = played.rollouts, self._since
         with span("record"):
             session.ledger.keep(
                 [
                     replace(r, score=float(s), reward=float(p), verifier_version=scorer.version)
-                    for r, s, p in zip(rollouts, scores_N, rewards_N, strict=True)
+                    for r, s, p in zip(rollouts, played.scores_N, played.rewards_N, strict=True)
                 ]
             )
             self.batches_done += 1
             self.metrics = {
-                **play_metrics(Columns(rollouts, scores_N), self.threshold),
-                "reward_mean": float(rewards_N.mean()),
+                **play_metrics(Columns(rollouts, played.scores_N), self.threshold),
+                "reward_mean": float(played.rewards_N.mean()),
                 **credit_metrics,
-                **cut_metrics(groups),
+                **cut_metrics(played.groups),
                 **({} if self.partial is None else self.partial.metrics),
-                **sampling_metrics(rollouts, sampled.engine.since(since.engine), sampled.at - since.at),
+                **sampling_metrics(rollouts, sampled.engine.since(since.engine), seconds),
                 **staleness_metrics(rollouts, session.players.engine.version),
                 **ahead,
                 **cache_metrics(since.scorer, scorer.stats),
@@ -149,40 +197,70 @@ class OnPolicySource:
     def _now(self) -> _Since:
         return _Since(time.perf_counter(), self.session.players.engine.stats, self.scorer.stats)
 
-    def _credit(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, PolicyBatch, dict[str, float]]:
-        """The rewards, the batch with its advantages, and what there is to tell of them. spo's tracker learns here."""
+    def _tell_short(self, groups: int) -> None:
+        """Once in a phase; the metric groups_missing tells of each batch."""
+        if groups and not self._told_short:
+            self._told_short = True
+            self.session.observer.noticed(
+                f"{groups} groups of batch {self.batches_done} have nothing to teach, and "
+                f"{self.session.experiment.training.dynamic_sampling_rounds} further rounds (or all problems) brought "
+                "too few that do (training.dynamic_sampling_rounds); groups_missing tells of the batches to come."
+            )
+
+    async def _played(self, groups: Sequence[Group]) -> Played:
+        """Groups that were sampled together, scored and paid."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        with span("score"):  # of those that were scored as they came, the scores are in the cache
+            scores_N = await self.scorer.score(rollouts)
+        with span("credit"):
+            rewards_N, aligned_N = self._pay(rollouts, scores_N)
+        return Played(groups, scores_N, rewards_N, aligned_N, np.arange(len(rollouts)))
+
+    def _pay(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, NDArray[np.bool_]]:
+        """Rewards, and which solutions are role-aligned."""
         experiment = self.session.experiment
         columns = Columns(rollouts, scores_N)
         numbers: dict[str, int] = {}
         problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
+        outcomes = Outcomes(
+            scores_N,
+            columns.correct_N,
+            columns.helpful_N,
+            columns.well_formed_N,
+            problem_ids_N,
+            solver_correct_N=columns.correct_N,
+        )
         try:
-            rewards_N = rewards(
-                Outcomes(
-                    scores_N,
-                    columns.correct_N,
-                    columns.helpful_N,
-                    columns.well_formed_N,
-                    problem_ids_N,
-                    solver_correct_N=columns.correct_N,
-                ),
-                experiment.game,
-            )
+            rewards_N = rewards(outcomes, experiment.game)
         except ValueError as error:
             raise TrainingDivergedError(str(error)) from None
         lengths_N = np.array([len(r.completion_ids) for r in rollouts])
         rewards_N = rewards_N + soft_overlong_rewards(
             lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
         )
-        group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
-        role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
+        return rewards_N, outcomes.aligned_N
+
+    def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
+        """The batch with its advantages, and what there is to tell of them. Whoever tracks something learns here."""
+        everything = played.rollouts
+        metrics = {"zero_signal": zero_signal_groups(played.rewards_N, *_groups_and_roles(everything))}
+        if self.curriculum is not None:
+            metrics |= self.curriculum.observe(everything, played.aligned_N)
+        rollouts, rewards_N = [everything[row] for row in played.trained_M], played.rewards_N[played.trained_M]
+        group_ids_N, role_ids_N = _groups_and_roles(rollouts)
         versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
-        if self.tracker is None:
-            advantages_N = advantages(experiment.training.loss, rewards_N, group_ids_N, role_ids_N)
-            metrics = {"zero_signal": zero_signal_groups(rewards_N, group_ids_N, role_ids_N)}
-        else:
+        if self.tracker is not None:
             values_N = self.tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
+            lengths_N = np.array([len(r.completion_ids) for r in rollouts])
             advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
-            metrics = value_metrics(rewards_N, values_N, advantages_N)
+            metrics |= value_metrics(rewards_N, values_N, advantages_N)
+        elif self.baseline is not None:
+            values_N = self.baseline.observe([r.role for r in rollouts], rewards_N)
+            advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
+            metrics |= value_metrics(rewards_N, values_N, advantages_N)
+        else:
+            loss = self.session.experiment.training.loss
+            advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N)
         batch = PolicyBatch(
             sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
             prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
@@ -194,11 +272,11 @@ class OnPolicySource:
             versions_N=versions_N,
             routed_experts=routed_experts_of(rollouts),
         )
-        return rewards_N, batch, metrics
+        return batch, metrics
 
     async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
-        """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where stale
-        rows are clipped around them; replace the sampler's where so configured."""
+        """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where rows
+        are clipped around them; replace the sampler's where so configured."""
         players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
             work = partial(self._recompute, "reference", players.base, batch)
@@ -206,8 +284,11 @@ class OnPolicySource:
         if experiment.rollout.logprobs == "recomputed":
             work = partial(self._recompute, "recompute", self.learner, batch)
             batch = replace(batch, sampled_logprobs=await players.compute(work))
+        if objective.needs_start:
+            work = partial(self._recompute, "recompute", self.learner, batch)
+            return replace(batch, proximal_logprobs=await players.compute(work))
         stale_N = np.flatnonzero(batch.versions_N < players.engine.version)
-        if objective.decoupled and len(stale_N):
+        if objective.decoupled and not objective.weighs_all and len(stale_N):
             work = partial(self._recompute, "recompute", self.learner, batch.select(stale_N))
             proximal = list(batch.sampled_logprobs)  # of a fresh row, the sampler is the policy at batch start
             for row, logprobs in zip(stale_N, await players.compute(work), strict=True):
@@ -219,3 +300,9 @@ class OnPolicySource:
         """In the compute thread, where the span begins: waiting for the thread is no work of the trainer's."""
         with span(part, device=True):
             return self.objective.recompute(model.module, batch)
+
+
+def _groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
+    """The numbers of the rollouts' groups and of their roles [N]."""
+    groups_N = np.array([r.group for r in rollouts], dtype=np.int32)
+    return groups_N, np.array([r.role.number for r in rollouts], dtype=np.int8)

@@ -1,28 +1,31 @@
 """What the prover's training asks its engine for.
 
-The groups of batch k are a function of the seed, the round and k; with `training.spo_prioritised` also of what
-`tracker` has learnt by the time they are ordered.
+The groups of batch k are a function of the seed, the round and k; with `training.curriculum` also of what it has learnt
+by the time they are ordered. What is ordered to fill a batch up (`training.dynamic_sampling`) is a function of that, of
+how many groups of each role are missing and of how often it was tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+import numpy as np
+
+from pvg.game.curriculum import Curriculum
 from pvg.game.roles import assign_roles
-from pvg.game.seeds import draw_weighted, generator_for, seed_for
+from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, source_of_round
 from pvg.rollout.deadlines import training_deadline
 from pvg.rollout.dispatcher import Call, GroupOrder
-from pvg.training.values import ValueTracker
 
 
 @dataclass
 class ProverOrders:
     session: Session
-    tracker: ValueTracker | None
+    curriculum: Curriculum | None
 
     def batch(self, number: int) -> list[GroupOrder]:
         """The groups of batch `number`: roles in their shares, a problem for each."""
@@ -35,6 +38,22 @@ class ProverOrders:
             session.order(problem, role, group, size)
             for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
         ]
+
+    def refill(
+        self, number: int, attempt: int, counts: Mapping[Role, int], before: Sequence[GroupOrder]
+    ) -> list[GroupOrder]:
+        """Further groups for batch `number`, `counts` of each role, numbered behind those ordered `before` for it. None
+        of a role has a problem of that role of before: where too few are left, there are fewer groups."""
+        session, round_ = self.session, self.session.state.round
+        pool, size = session.problems("prover"), session.experiment.rollout.group_size
+        orders: list[GroupOrder] = []
+        for role, count in counts.items():
+            asked = {order.problem.id for order in before if order.role is role}
+            left = [problem for problem in pool if problem.id not in asked]
+            generator = generator_for(session.seed, round_, "prover-refill", role.value, number, attempt)
+            for position in self._drawn(left, role, min(count, len(left)), generator):
+                orders.append(session.order(left[position], role, len(before) + len(orders), size))
+        return orders
 
     def call(self, number: int) -> Call:
         """What the rollouts of batch `number` have in common."""
@@ -67,14 +86,19 @@ class ProverOrders:
         )
 
     def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
-        """One problem for each of `roles`: the next ones of the endless shuffle, or drawn by how uncertain they are."""
+        """One problem for each of `roles`: the next ones of the endless shuffle, or as the curriculum draws them."""
         session, round_ = self.session, self.session.state.round
-        if self.tracker is None or not session.experiment.training.spo_prioritised:
+        if self.curriculum is None:
             return session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
         pool = session.problems("prover")
-        ids = [problem.id for problem in pool]
         drawn: dict[Role, list[int]] = {}
         for role in dict.fromkeys(roles):
             generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
-            drawn[role] = draw_weighted(self.tracker.weights(ids, role), roles.count(role), generator)
+            drawn[role] = self._drawn(pool, role, roles.count(role), generator)
         return [pool[drawn[role].pop()] for role in roles]
+
+    def _drawn(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
+        """`count` positions in `problems`."""
+        if self.curriculum is None:
+            return [int(position) for position in generator.permutation(len(problems))[:count]]
+        return self.curriculum.draw([problem.id for problem in problems], role, count, generator)

@@ -209,15 +209,12 @@ class ProverPhase:
 
     def _progress(self) -> dict[str, Any]:
         return {
-            "batches": self.source.batches_done,
+            **self.source.progress(),
             "version": self.version,
             "stopped": self.stopped,
             "stop_rule": self.stop_rule.state(),
             "alerts": self.alerts.state(),
             "metrics": finite(self.last_metrics),
-            **({} if self.source.tracker is None else {"values": self.source.tracker.state()}),
-            **({} if self.source.prefetcher is None else {"groups_begun": self.source.prefetcher.begun}),
-            **({} if self.source.partial is None else {"partial": self.source.partial.state()}),
         }
 
     def _resume(self) -> None:
@@ -230,12 +227,7 @@ class ProverPhase:
         if self.source.prefetcher is None:
             self.scorer.load_cache_state(cache)
         self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
-        self.source.batches_done = state.progress["batches"]
-        if self.source.tracker is not None:
-            self.source.tracker.load_state(state.progress["values"])
-        if self.source.prefetcher is not None:
-            self.source.prefetcher.resume(state.progress["groups_begun"])
-        if self.source.partial is not None and (lost := self.source.partial.load_state(state.progress["partial"])):
+        if lost := self.source.load_progress(state.progress):
             self._tell_lost(lost, "were carried from batch to batch when the run stopped, and are lost")
         self.version = state.progress["version"]
         self.stopped = state.progress["stopped"]

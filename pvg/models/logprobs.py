@@ -10,7 +10,7 @@ a scale) is done here too; a model whose logits cannot be reproduced so is refus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pvg.errors import ConfigurationError
 from pvg.models.packing import pack_rows
 from pvg.models.shared_prompts import packed_hidden
-from pvg.models.token_logprobs import Finish, token_logprobs
+from pvg.models.token_logprobs import Finish, token_logprobs, token_logprobs_and_entropies
 from pvg.records import Int32
 
 # 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or all of a micro-batch for a character tokenizer.
@@ -31,6 +31,15 @@ _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 2e-2
 # Set on a module once its logits were found to be reproduced, so that it is asked once and not on every call.
 _CHECKED = "_pvg_logits_checked"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutputs:
+    """Of B rows, float32 [B, L], nats, 0 outside the completions: [b, t] of `logprobs_BL` is log p(token t | tokens <
+    t), that of `entropies_BL` the entropy of p(. | tokens < t), where it was asked for."""
+
+    logprobs_BL: Tensor
+    entropies_BL: Tensor | None
 
 
 def completion_logprobs(
@@ -53,6 +62,29 @@ def completion_logprobs(
     Raises ConfigurationError when one token's logits are more than `logits_chunk`, or when the model's logits are not
     reproduced by its decoder and head; ValueError for lengths that make no sense.
     """
+    return completion_outputs(
+        module,
+        input_ids_BL,
+        lengths_B,
+        prompt_lengths_B,
+        temperature=temperature,
+        logits_chunk=logits_chunk,
+        fused=fused,
+    ).logprobs_BL
+
+
+def completion_outputs(
+    module: nn.Module,
+    input_ids_BL: Tensor,
+    lengths_B: Tensor,
+    prompt_lengths_B: Tensor,
+    *,
+    temperature: float = 1.0,
+    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    fused: bool = True,
+    entropies: bool = False,
+) -> CompletionOutputs:
+    """`completion_logprobs`, with `entropies` beside them, differentiable too. Raises what that raises."""
     _check_lengths(input_ids_BL, lengths_B, prompt_lengths_B, temperature)
     check_logits(module)
     model = cast(Any, module)
@@ -64,9 +96,8 @@ def completion_logprobs(
     hidden_ND = hidden_BLD[rows_N, columns_N - 1]
     targets_N = input_ids_BL[rows_N, columns_N]
 
-    logprobs_N = _chunked_logprobs(module, hidden_ND, targets_N, temperature, logits_chunk, fused)
-    empty_BL = torch.zeros(input_ids_BL.shape, dtype=torch.float32, device=input_ids_BL.device)
-    return empty_BL.index_put((rows_N, columns_N), logprobs_N)
+    found = _chunked_outputs(module, hidden_ND, targets_N, temperature, logits_chunk, fused, entropies)
+    return _laid_out(*found, rows_N, columns_N, input_ids_BL.shape)
 
 
 def shared_prompt_logprobs(
@@ -84,15 +115,49 @@ def shared_prompt_logprobs(
 
     Also raises ConfigurationError for a model that cannot do it (pvg.models.shared_prompts).
     """
+    return shared_prompt_outputs(
+        module,
+        sequences,
+        prompt_lengths,
+        temperature=temperature,
+        logits_chunk=logits_chunk,
+        fused=fused,
+        fused_layers=fused_layers,
+        blocked_layers=blocked_layers,
+    ).logprobs_BL
+
+
+def shared_prompt_outputs(
+    module: nn.Module,
+    sequences: Sequence[Int32],
+    prompt_lengths: NDArray[Any],
+    *,
+    temperature: float = 1.0,
+    logits_chunk: int = DEFAULT_LOGITS_CHUNK,
+    fused: bool = True,
+    fused_layers: bool = True,
+    blocked_layers: bool = False,
+    entropies: bool = False,
+) -> CompletionOutputs:
+    """`shared_prompt_logprobs`, with `entropies` beside them, differentiable too. Raises what that raises."""
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device)
     hidden_TD = packed_hidden(module, packed, fused_layers, blocked_layers)
     after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
     hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
-    logprobs_M = _chunked_logprobs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, fused)
-    empty_BL = torch.zeros((len(sequences), int(packed.lengths_N.max())), dtype=torch.float32, device=device)
-    return empty_BL.index_put((packed.rows_M, packed.columns_M), logprobs_M)
+    found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, fused, entropies)
+    return _laid_out(*found, packed.rows_M, packed.columns_M, (len(sequences), int(packed.lengths_N.max())))
+
+
+def _laid_out(
+    logprobs_M: Tensor, entropies_M: Tensor | None, rows_M: Tensor, columns_M: Tensor, shape: Sequence[int]
+) -> CompletionOutputs:
+    def on_positions(values_M: Tensor) -> Tensor:
+        empty_BL = torch.zeros(tuple(shape), dtype=torch.float32, device=values_M.device)
+        return empty_BL.index_put((rows_M, columns_M), values_M)
+
+    return CompletionOutputs(on_positions(logprobs_M), None if entropies_M is None else on_positions(entropies_M))
 
 
 def check_logits(module: nn.Module) -> None:
@@ -139,9 +204,16 @@ def _check_lengths(input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Te
         raise ValueError(f"temperature must be above 0, not {temperature}")
 
 
-def _chunked_logprobs(
-    module: nn.Module, hidden_ND: Tensor, targets_N: Tensor, temperature: float, logits_chunk: int, fused: bool
-) -> Tensor:
+def _chunked_outputs(
+    module: nn.Module,
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    logits_chunk: int,
+    fused: bool,
+    entropies: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [N], and the entropies [N] where they are asked for."""
     head = cast(Any, module).get_output_embeddings()
     vocabulary = head.weight.shape[0]
     tokens = logits_chunk // vocabulary
@@ -152,13 +224,19 @@ def _chunked_logprobs(
         )
     if fused:
         finish = replace(_finish_of(module), temperature=temperature)
-        return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
+        if entropies:
+            return token_logprobs_and_entropies(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
+        return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens), None
 
     def of_chunk(hidden_CD: Tensor, targets_C: Tensor) -> Tensor:
         logits_CV = _logits(module, hidden_CD)
         if temperature != 1.0:
             logits_CV = logits_CV / temperature
-        return logits_CV.gather(1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(dim=1)
+        logprobs_C = logits_CV.gather(1, targets_C[:, None])[:, 0] - logits_CV.logsumexp(dim=1)
+        if not entropies:
+            return logprobs_C
+        all_CV = logits_CV.log_softmax(dim=1)
+        return torch.stack([logprobs_C, -(all_CV.exp() * all_CV).sum(dim=1)], dim=1)
 
     recompute = torch.is_grad_enabled()
     chunks = []
@@ -168,7 +246,8 @@ def _chunked_logprobs(
         else:
             chunk = of_chunk(hidden_CD, targets_C)
         chunks.append(cast(Tensor, chunk))
-    return torch.cat(chunks)
+    found = torch.cat(chunks)
+    return (found[:, 0], found[:, 1]) if entropies else (found, None)
 
 
 def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:

@@ -35,19 +35,19 @@ class Deadline:
 
 
 def training_deadline(experiment: Experiment) -> Deadline | None:
-    """That of the prover's training. spo takes no statistics of groups: all of its batch is one set; and so it is where
-    groups that are not complete are carried over."""
+    """That of the prover's training. spo and rae take no statistics of groups: all of their batch is one set;
+    and so it is where groups that are not complete are carried over."""
     rollout = experiment.rollout
     if rollout.group_deadline_s is None:
         return None
-    over: Over = "batch" if experiment.training.loss == "spo" or rollout.partial else "group"
+    over: Over = "batch" if experiment.training.groupless or rollout.partial else "group"
     return Deadline(rollout.group_deadline_s, rollout.min_group, over)
 
 
 def compares_within_groups(experiment: Experiment) -> bool:
-    """Whether a rollout's advantage depends on others of its problem and role: by the loss, which only spo's does not,
+    """Whether a rollout's advantage depends on others of its problem and role: by the loss, but for spo's and rae's,
     or by the reward. One of them alone would be paid for a comparison with itself."""
-    return experiment.training.loss != "spo" or experiment.game.reward in ("src", "decoupled")
+    return not experiment.training.groupless or experiment.game.reward in ("src", "decoupled")
 
 
 class Watch:

@@ -200,7 +200,28 @@ def _prover() -> list[Metric]:
     return [
         *_in(PROVER, "loss", "number", NEITHER, "The policy loss, summed over the step's micro-batches."),
         *_in(PROVER, "entropy", "nats", NEITHER, "-log pi per completion token: an estimate of the policy's entropy."),
+        *_in(
+            PROVER,
+            "entropy_exact",
+            "nats",
+            NEITHER,
+            "Entropy of the policy's distribution, mean over completion tokens (training.entropy = 'exact').",
+        ),
+        *_in(
+            PROVER,
+            "entropy_coefficient",
+            "number",
+            NEITHER,
+            "The entropy bonus's coefficient in the step (training.entropy_target); 0 while the entropy is above it.",
+        ),
         *_in(PROVER, "kl", "nats", NEITHER, "KL to the base prover per completion token (the k3 estimate)."),
+        *_in(
+            PROVER,
+            "kl_coefficient",
+            "number",
+            NEITHER,
+            "The KL penalty's coefficient in the step (training.kl_target).",
+        ),
         *_in(
             PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before any clip."
         ),
@@ -226,8 +247,43 @@ def _prover() -> list[Metric]:
             "zero_signal",
             "share",
             LOWER,
-            "Groups whose rewards are all the same (spo: rollouts of no advantage): no gradient.",
+            "Groups whose rewards are all the same (spo, rae: rollouts of no advantage): no gradient.",
         ),
+        *_in(
+            PROVER,
+            "refills",
+            "count",
+            LOWER,
+            "Rounds of further groups that filled the batch up (training.dynamic_sampling).",
+        ),
+        *_in(
+            PROVER,
+            "groups_sampled",
+            "count",
+            LOWER,
+            "Groups sampled for the batch, all rounds together; all metrics but the trainer's are of all of them.",
+        ),
+        *_in(PROVER, "groups_surplus", "count", LOWER, "Of these, those that had a signal and were not needed."),
+        *_in(
+            PROVER,
+            "groups_missing",
+            "count",
+            LOWER,
+            "Groups without a signal that the batch holds all the same: rounds or problems were used up.",
+        ),
+        *_in(
+            PROVER,
+            "success_tracked",
+            "share",
+            NEITHER,
+            "Success rate that training.curriculum had tracked for the batch's problems in their roles, before it.",
+        ),
+        *_in(PROVER, "success_error", "share", LOWER, "Mean distance between these rates and what came of the batch."),
+        *_in(PROVER, "success_unseen", "share", NEITHER, "Rollouts of problems not yet seen in their role."),
+        *_in(
+            PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum_edges."
+        ),
+        *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last of them."),
         *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
         *_in(
             PROVER,
@@ -248,7 +304,7 @@ def _prover() -> list[Metric]:
             "groups_carried",
             "count",
             NEITHER,
-            "Groups (spo: rollouts) that go on in the next batch (rollout.partial).",
+            "Groups (spo, rae: rollouts) that go on in the next batch (rollout.partial).",
         ),
         *_in(
             PROVER,
@@ -257,7 +313,7 @@ def _prover() -> list[Metric]:
             NEITHER,
             "Tokens of earlier batches with which unfinished rollouts went on in this one (rollout.partial).",
         ),
-        *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values that spo tracks, before the batch."),
+        *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values that spo or rae tracks, before the batch."),
         *_in(PROVER, "value_error", "reward", LOWER, "Mean distance between these values and the rewards."),
         *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of the rollouts sampled in a second."),
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
@@ -289,10 +345,16 @@ def _prover() -> list[Metric]:
             "start_ratio_mean",
             "number",
             NEITHER,
-            "Mean of pi at batch start / pi_sampled (training.off_policy = 'decoupled'), before the cap.",
+            "Mean of pi at batch start / pi_sampled (training.importance, or off_policy = 'decoupled'), as it is.",
         ),
         *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest of these ratios."),
-        *_in(PROVER, "start_capped", "share", LOWER, "Completion tokens over training.importance_cap."),
+        *_in(
+            PROVER,
+            "start_outside",
+            "share",
+            LOWER,
+            "Completion tokens whose ratio is truncated or masked (training.importance_high, importance_low).",
+        ),
         *_in(
             PROVER, "weights_wall_s", "s", LOWER, "The weight update after the step: the slowest engine's answer to it."
         ),

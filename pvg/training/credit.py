@@ -4,7 +4,7 @@ Invariant: a group is the rows that share a group id *and* a role; no group stat
 caller numbers the groups of both roles alike.
 
 Formulas: game.md's table of policy losses (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO
-2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232).
+2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232, SPIRAL's RAE 2506.24119).
 
 Standard deviations are those of the population (divided by n, not n - 1): the group's rewards are all there is to
 normalise, and a group of one has a deviation of 0 rather than none.
@@ -75,7 +75,7 @@ def advantages(
     group, or over the batch's rows of the same role.
 
     Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss, or
-    for spo: its baseline is in no group (see `tracked_advantages`).
+    for spo and rae: their baseline is in no group (see `tracked_advantages` and `baseline_advantages`).
     """
     if loss not in CREDIT:
         raise ConfigurationError(f"There is no loss {loss!r}.", f"Known: {', '.join(CREDIT)}.")
@@ -108,6 +108,16 @@ def tracked_advantages(
     deviation = np.sqrt(np.average(centred_N**2, weights=weights_N))
     whitened_N: Float32 = (centred_N / (deviation + EPSILON)).astype(np.float32)
     return whitened_N
+
+
+def baseline_advantages(rewards_N: NDArray[Any], baselines_N: NDArray[Any], role_ids_N: NDArray[Any]) -> Float32:
+    """rae: R - b, in the reward's own unit; `baselines_N` are the b of before. Advantages float32 [N].
+
+    Raises TrainingDivergedError naming the row of a NaN or infinite reward.
+    """
+    found = _grouped(rewards_N, np.zeros(len(role_ids_N), dtype=np.int64), role_ids_N)
+    advantages_N: Float32 = (found.rewards_N - baselines_N).astype(np.float32)
+    return advantages_N
 
 
 def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:

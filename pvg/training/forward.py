@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg import sections
-from pvg.models.logprobs import DEFAULT_LOGITS_CHUNK, check_logits, completion_logprobs, shared_prompt_logprobs
+from pvg.models.logprobs import (
+    DEFAULT_LOGITS_CHUNK,
+    CompletionOutputs,
+    check_logits,
+    completion_outputs,
+    shared_prompt_outputs,
+)
 from pvg.models.packing import distinct_prompts, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
 from pvg.models.products import in_blocks
@@ -111,20 +117,27 @@ def _positions(
 def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
     """logprobs_BL float32, nats, of all rows in one forward pass: on the positions of completion tokens, 0 elsewhere.
     Differentiable; under the caller's autocast."""
+    return batch_outputs(module, batch, settings).logprobs_BL
+
+
+def batch_outputs(
+    module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, *, entropies: bool = False
+) -> CompletionOutputs:
+    """`batch_logprobs`, with the exact entropies of the tokens' distributions beside them."""
     if settings.router_replay:
         check_logits(module)  # forward passes of its own, which must not come while a replay expects the batch's
         if settings.shared_prompts:
             check_packing(module, settings.fused_layers, settings.blocked_layers)
         experts_TMK = _experts_by_position(batch, settings.shared_prompts).to(next(module.parameters()).device)
         with replayed_experts(module, experts_TMK):
-            return _logprobs(module, batch, settings)
-    return _logprobs(module, batch, settings)
+            return _outputs(module, batch, settings, entropies)
+    return _outputs(module, batch, settings, entropies)
 
 
-def _logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
+def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, entropies: bool) -> CompletionOutputs:
     temperature, logits_chunk, fused = settings.temperature, settings.logits_chunk, settings.fused_logprobs
     if settings.shared_prompts:
-        return shared_prompt_logprobs(
+        return shared_prompt_outputs(
             module,
             batch.sequences,
             batch.prompt_lengths,
@@ -133,12 +146,20 @@ def _logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) 
             fused=fused,
             fused_layers=settings.fused_layers,
             blocked_layers=settings.blocked_layers,
+            entropies=entropies,
         )
     device = next(module.parameters()).device
     ids_BL, lengths_B = pad_right(batch.sequences, settings.pad_id, device)
     prompt_lengths_B = torch.from_numpy(batch.prompt_lengths.astype(np.int64)).to(device)
-    return completion_logprobs(
-        module, ids_BL, lengths_B, prompt_lengths_B, temperature=temperature, logits_chunk=logits_chunk, fused=fused
+    return completion_outputs(
+        module,
+        ids_BL,
+        lengths_B,
+        prompt_lengths_B,
+        temperature=temperature,
+        logits_chunk=logits_chunk,
+        fused=fused,
+        entropies=entropies,
     )
 
 

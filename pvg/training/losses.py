@@ -1,20 +1,23 @@
 """Policy losses: a per-token objective, and an aggregation written as row weights.
 
-    loss = sum over rows n of  w_n  sum over completion tokens t of  (-objective_nt + beta kl_nt)
+    loss = sum over rows n of  w_n  sum over completion tokens t of  (-rho_nt objective_nt + beta kl_nt - c entropy_nt)
 
 Invariant: the row weights depend on the whole batch and are fixed by `PolicyObjective.prepare` before it is split, so
 the losses and gradients of any set of micro-batches add up to those of the unsplit batch.
 
 Formulas: game.md's table; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to [1 - low, 1 + high].
 
-Stale rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641;
-AReaL, arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with
-min(pi_start / pi_sampled, cap), detached. Where pi_start is pi_sampled, that is the plain loss.
+Rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL,
+arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with rho_t, what
+pvg.training.importance makes of pi_start / pi_sampled, detached. Where pi_start is pi_sampled, that is the plain loss.
+It is so of the stale rows alone (training.off_policy = "decoupled"), or of all of them (training.importance).
+
+beta and c, the coefficients of the KL and of the entropy, may follow what the steps measure (pvg.training.control).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +28,21 @@ from torch import Tensor, nn
 
 from pvg import sections
 from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.models.logprobs import CompletionOutputs
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
-from pvg.training.forward import ForwardSettings, batch_logprobs, batch_positions, forward_batches
+from pvg.training.control import Control
+from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches
+from pvg.training.importance import (
+    RATIOS,
+    Kind,
+    Ratio,
+    geometric_ratio,
+    importance_metrics,
+    importance_weights,
+    token_ratio,
+)
 from pvg.training.kl import k3, kl_penalty
 from pvg.training.memory import MicroBatchMemory, Size
 from pvg.training.recompute import recompute_logprobs
@@ -68,7 +82,7 @@ def clipped_ratio(tokens: Tokens) -> Terms:
 
 def clipped_sequence_ratio(tokens: Tokens) -> Terms:
     """min(s A, clip(s) A) on every token, s = exp(mean_t log r_t) the sequence's ratio (GSPO)."""
-    return _clipped(sequence_ratio(tokens.log_ratios_BL, tokens.mask_BL), tokens)
+    return _clipped(geometric_ratio(tokens.log_ratios_BL, tokens.mask_BL), tokens)
 
 
 def capped_weight(tokens: Tokens) -> Terms:
@@ -90,20 +104,6 @@ def _clipped(ratios_BL: Tensor, tokens: Tokens) -> Terms:
     return Terms(torch.minimum(free_BL, held_BL), held_BL < free_BL)
 
 
-# --- how far a stale row's sampler is from the policy at batch start ------------------------------------------------
-
-
-def token_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """pi_start / pi_sampled of each token."""
-    return log_ratios_BL.exp()
-
-
-def sequence_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """exp(mean_t log (pi_start / pi_sampled)) on every token: the ratio of losses whose action is the sequence."""
-    counts_B1 = mask_BL.sum(dim=1, keepdim=True).clamp(min=1)
-    return (log_ratios_BL.sum(dim=1, keepdim=True) / counts_B1).exp().expand_as(log_ratios_BL)
-
-
 # --- aggregation: lengths of completions, the length limit -> row weights -------------------------------------------
 
 Float64 = NDArray[np.float64]
@@ -120,7 +120,8 @@ def mean_of_sequence_sums(lengths_N: Float64, max_tokens: int) -> Float64:
 
 
 def sum_over_limit(lengths_N: Float64, max_tokens: int) -> Float64:
-    """1 / (N x max_tokens): a constant, so that length buys nothing (Dr. GRPO)."""
+    """1 / (N x max_tokens): a constant, so that length buys nothing (Dr. GRPO; rae, whose policy gradient sums over a
+    solution's tokens)."""
     return np.full(len(lengths_N), 1.0 / (max(1, len(lengths_N)) * max_tokens))
 
 
@@ -136,7 +137,7 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 class PolicyLoss:
     """A row of game.md's table. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
     `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators;
-    `stale_ratio`: what stale rows are weighted with."""
+    `ratio`: what importance weights are made of, where training.importance_level says nothing else."""
 
     objective: Callable[[Tokens], Terms]
     aggregation: Callable[[Float64, int], Float64]
@@ -144,7 +145,7 @@ class PolicyLoss:
     clip_high: float = 0.2
     penalised: bool = True
     drops_silent: bool = False
-    stale_ratio: Callable[[Tensor, Tensor], Tensor] = token_ratio
+    ratio: Ratio = token_ratio
 
 
 LOSSES: dict[str, PolicyLoss] = {
@@ -152,13 +153,14 @@ LOSSES: dict[str, PolicyLoss] = {
     "dr_grpo": PolicyLoss(clipped_ratio, sum_over_limit),
     "dapo": PolicyLoss(clipped_ratio, mean_of_tokens, clip_high=0.28, penalised=False, drops_silent=True),
     "gspo": PolicyLoss(
-        clipped_sequence_ratio, mean_of_sequence_means, clip_low=3e-4, clip_high=4e-4, stale_ratio=sequence_ratio
+        clipped_sequence_ratio, mean_of_sequence_means, clip_low=3e-4, clip_high=4e-4, ratio=geometric_ratio
     ),
     # The cap is 1 + clip_high = 5: far above any ratio of a healthy step, so that it only bounds outliers.
     "cispo": PolicyLoss(capped_weight, mean_of_tokens, clip_high=4.0),
     "rloo": PolicyLoss(reinforce, mean_of_sequence_sums),
     "reinforce_pp": PolicyLoss(clipped_ratio, mean_of_tokens),
     "spo": PolicyLoss(clipped_ratio, mean_of_tokens),
+    "rae": PolicyLoss(clipped_ratio, sum_over_limit),
 }
 
 
@@ -174,7 +176,12 @@ class PolicyObjective:
         self._loss = LOSSES[section.loss]
         self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
         self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
-        self._beta = section.kl if self._loss.penalised else 0.0
+        self._control = Control(section)
+        level = section.importance_level
+        self._ratio = self._loss.ratio if level is None else RATIOS[level]
+        # What is left unset is decoupled PPO's, which asks about stale rows alone.
+        self._importance: Kind = "truncated" if section.importance is None else section.importance
+        self._exact_entropy = section.exact_entropy
         self._section = section
         self._max_tokens = rollout.max_tokens
         self._forward = ForwardSettings.of(section, rollout.temperature, pad_id)
@@ -187,12 +194,43 @@ class PolicyObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether batches must carry reference log-probs: the loss has a KL term and its coefficient is not 0."""
-        return self._beta > 0.0
+        return self._loss.penalised and self._section.kl > 0.0
 
     @property
     def decoupled(self) -> bool:
         """Whether batches with stale rows should carry the log-probs of the policy at batch start."""
         return self._section.off_policy == "decoupled"
+
+    @property
+    def weighs_all(self) -> bool:
+        """Whether all rows are weighted and clipped around the policy at batch start, stale or not."""
+        return self._section.importance in ("truncated", "masked")
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether batches must carry, for all rows, the log-probs of the policy at batch start. In the one step of a
+        batch that policy is the one that is trained, and its log-probs are computed anyway."""
+        return self.weighs_all and self._section.minibatches > 1
+
+    # --- what is adapted from step to step ----------------------------------------------------------------------------
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """After a step: the coefficients that it had, as metrics, where they are adapted; then the next one's."""
+        found: dict[str, float] = {}
+        if self._section.kl_target is not None:
+            found["kl_coefficient"] = self._control.kl
+        if self._section.entropy_target is not None:
+            found["entropy_coefficient"] = self._control.bonus
+        self._control.observe(metrics)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return self._control.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._control.load_state(state)
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
 
     def recompute(self, module: nn.Module, batch: PolicyBatch) -> list[Float32]:
         """Log-probs of the batch's completions under `module`, computed as this objective computes its own."""
@@ -206,6 +244,8 @@ class PolicyObjective:
         _check_finite(batch)
         if self.needs_reference and batch.reference_logprobs is None:
             raise ValueError("the KL term needs reference_logprobs")
+        if self.needs_start and batch.proximal_logprobs is None:
+            raise ValueError("importance weights over several steps need proximal_logprobs")
         if batch.row_weights_N is not None:
             return batch
         kept_N = _rows_of_signal(batch) if self._loss.drops_silent else np.ones(len(batch), dtype=np.bool_)
@@ -242,43 +282,65 @@ class PolicyObjective:
         batch = micro_batch
         assert batch.row_weights_N is not None, "prepare the batch before computing its loss"
         device = next(module.parameters()).device
-        logprobs_BL = batch_logprobs(module, batch, self._forward)
+        outputs = batch_outputs(module, batch, self._forward, entropies=self._exact_entropy)
+        logprobs_BL = outputs.logprobs_BL
         mask_BL = _tensor(batch.completion_mask(), device)
         sampled_BL = _tensor(batch.on_positions(batch.sampled_logprobs), device)
-        proximal_BL, moved_BL = sampled_BL, None
-        if batch.proximal_logprobs is not None:
-            proximal_BL = _tensor(batch.on_positions(batch.proximal_logprobs), device)
-            moved_BL = self._loss.stale_ratio(proximal_BL - sampled_BL, mask_BL)
+        proximal_BL, moved_BL = self._start(batch, logprobs_BL.detach(), sampled_BL, mask_BL)
         log_ratios_BL = logprobs_BL - proximal_BL
         advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
         terms = self._loss.objective(Tokens(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high))
         cost_BL = -terms.objective_BL
+        bounds = (self._importance, self._section.importance_low, self._section.importance_high)
         if moved_BL is not None:
-            cost_BL = cost_BL * moved_BL.clamp(max=self._section.importance_cap)
+            cost_BL = cost_BL * importance_weights(moved_BL, *bounds)
         reference_BL = None
         if batch.reference_logprobs is not None:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
         if self.needs_reference:
             assert reference_BL is not None
-            cost_BL = cost_BL + self._beta * kl_penalty(logprobs_BL, reference_BL)
+            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl_estimator)
+        if (bonus := self._control.bonus) > 0.0:
+            assert outputs.entropies_BL is not None
+            cost_BL = cost_BL - bonus * outputs.entropies_BL
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
         loss = (weights_B1 * cost_BL * mask_BL).sum()
-        metrics = _metrics(loss, logprobs_BL, logprobs_BL - sampled_BL, reference_BL, mask_BL, terms)
+        metrics = _metrics(loss, outputs, logprobs_BL - sampled_BL, reference_BL, mask_BL, terms)
         if moved_BL is not None:
-            metrics.merge(_stale_metrics(moved_BL[mask_BL], self._section.importance_cap))
+            metrics.merge(importance_metrics(moved_BL[mask_BL], *bounds))
         tokens = int(batch.lengths_N.sum())
         positions = tokens if self._forward.shared_prompts else mask_BL.numel()  # prompts once, and no padding
         metrics.add_mean("padding", positions - tokens, positions)
         return loss, metrics
 
+    def _start(
+        self, batch: PolicyBatch, now_BL: Tensor, sampled_BL: Tensor, mask_BL: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The log-probs that are clipped around, and how far the policy at batch start is from the sampler, where that
+        is asked. `now_BL` are those of the policy as it is: of the only step of a batch, that at its start."""
+        if batch.proximal_logprobs is not None:
+            start_BL = _tensor(batch.on_positions(batch.proximal_logprobs), now_BL.device)
+        elif self.weighs_all:
+            start_BL = now_BL
+        else:
+            return sampled_BL, None
+        return start_BL, self._ratio(start_BL - sampled_BL, mask_BL)
+
 
 @torch.no_grad()
 def _metrics(
-    loss: Tensor, logprobs_BL: Tensor, log_ratios_BL: Tensor, reference_BL: Tensor | None, mask_BL: Tensor, terms: Terms
+    loss: Tensor,
+    outputs: CompletionOutputs,
+    log_ratios_BL: Tensor,
+    reference_BL: Tensor | None,
+    mask_BL: Tensor,
+    terms: Terms,
 ) -> Metrics:
     """loss (sum), and over the completion tokens: entropy (the estimate -mean log pi), ratio_mean and ratio_max (raw,
-    before any clip), clipped (share whose gradient the clip changed), kl (mean of k3; only with a reference). Beside
-    them stands padding, the share of the micro-batches' positions that hold no token."""
+    before any clip), clipped (share whose gradient the clip changed), kl (mean of k3; only with a reference),
+    entropy_exact (only where it is asked for). Beside them stands padding, the share of the micro-batches' positions
+    that hold no token."""
+    logprobs_BL = outputs.logprobs_BL
     ratios_N = log_ratios_BL[mask_BL].exp()
     values = {
         "entropy": -logprobs_BL[mask_BL].sum(),
@@ -287,6 +349,8 @@ def _metrics(
     }
     if reference_BL is not None:
         values["kl"] = k3(logprobs_BL, reference_BL)[mask_BL].sum()
+    if outputs.entropies_BL is not None:
+        values["entropy_exact"] = outputs.entropies_BL[mask_BL].sum()
     most = ratios_N.max() if ratios_N.numel() else torch.ones((), device=ratios_N.device)
     # One transfer from the device for all of them.
     loss_value, highest, *totals = torch.stack([loss, most, *values.values()]).double().tolist()
@@ -295,20 +359,6 @@ def _metrics(
     metrics.add_max("ratio_max", highest)
     for name, total in zip(values, totals, strict=True):
         metrics.add_mean(name, total, ratios_N.numel())
-    return metrics
-
-
-@torch.no_grad()
-def _stale_metrics(moved_N: Tensor, cap: float) -> Metrics:
-    """Over the completion tokens of a batch with stale rows: start_ratio_mean and start_ratio_max (raw pi_start /
-    pi_sampled, before the cap; 1 for fresh rows), start_capped (share over it)."""
-    metrics = Metrics()
-    if not moved_N.numel():
-        return metrics
-    total, most, over = torch.stack([moved_N.sum(), moved_N.max(), (moved_N > cap).sum()]).double().tolist()
-    metrics.add_mean("start_ratio_mean", total, moved_N.numel())
-    metrics.add_max("start_ratio_max", most)
-    metrics.add_mean("start_capped", over, moved_N.numel())
     return metrics
 
 

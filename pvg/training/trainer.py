@@ -77,6 +77,17 @@ class Surveying(Protocol[BatchT]):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Adapting(Protocol):
+    """An objective whose coefficients may follow what the steps measure. Its state is JSON data, {} while none does."""
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """Optimizer step number `step` (from 0) and its metrics: the objective's, micro_batches, grad_norm before clipping,
@@ -174,6 +185,8 @@ class Trainer(Generic[BatchT]):
             with span("optimizer", device=True):
                 # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
                 metrics |= self._update() if micro_batches else {"skipped": 1.0}
+            if isinstance(self._objective, Adapting):
+                metrics |= self._objective.adapt(metrics)
         except torch.OutOfMemoryError:
             raise MissingRequirementError(
                 f"The GPU has too little memory for a micro-batch of step {self._steps}.", OUT_OF_MEMORY[self._section]
@@ -262,6 +275,8 @@ class Trainer(Generic[BatchT]):
         meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
         if self._memory is not None:
             meta["memory"] = self._memory.state()
+        if isinstance(self._objective, Adapting) and (adapted := self._objective.state()):
+            meta["adapted"] = adapted
         if isinstance(self._objective, Surveying):
             meta["objective"] = self._objective.state()
         return copies, meta
@@ -283,6 +298,8 @@ class Trainer(Generic[BatchT]):
         self._steps = int(meta["step"])
         if self._memory is not None:
             self._memory.load_state(meta.get("memory", {}))
+        if isinstance(self._objective, Adapting):
+            self._objective.load_state(meta.get("adapted", {}))
         if isinstance(self._objective, Surveying):
             self._objective.load_state(meta["objective"])
 

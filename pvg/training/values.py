@@ -1,4 +1,5 @@
-"""`ValueTracker`: what each problem is expected to pay in each role, where there is no group to tell (spo).
+"""`ValueTracker`: what each problem is expected to pay in each role, where there is no group to tell (spo), and how
+often it is solved (pvg.game.curriculum).
 
     tracker = ValueTracker(half_life=100.0)
     values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards; then they are learnt
@@ -33,7 +34,6 @@ Key = tuple[str, Role]  # a problem's id and a role
 RHO_LEAST, RHO_MOST = 0.875, 0.96  # remember the last 8 to 25 rollouts of a problem
 PRIOR = 1.0 / (1.0 - RHO_LEAST)  # rollouts: what is remembered at least
 LEVEL_DECAY = 0.95
-LEAST_WEIGHT = 0.05  # so that no problem is never drawn again
 
 
 class ValueTracker:
@@ -49,6 +49,11 @@ class ValueTracker:
         problem, role = key
         seen = self._seen[role].get(problem)
         return self._levels.get(role, math.nan) if seen is None else seen[0]
+
+    def has_seen(self, key: Key) -> bool:
+        """Whether the problem was ever observed in the role."""
+        problem, role = key
+        return problem in self._seen[role]
 
     def observe(self, keys: Sequence[Key], rewards_N: Float32 | Float64, versions_N: Int32) -> Float64:
         """float64 [N]: v of each row before any of these rewards; then learn them, in the order of the rows.
@@ -73,14 +78,6 @@ class ValueTracker:
         rho = min(max(2.0 ** (-moved / self._half_life), RHO_LEAST), RHO_MOST)
         count = rho * count + 1.0
         self._seen[role][problem] = (value + (reward - value) / count, count, max(version, last))
-
-    def weights(self, problems: Sequence[str], role: Role) -> Float64:
-        """float64 [P]: how often each problem should be drawn for `role`, sqrt(v (1 - v)) + 0.05: most where the
-        outcome is least certain. For rewards in [0, 1] alone."""
-        values_P = np.array([self.value((problem, role)) for problem in problems], dtype=np.float64)
-        values_P = np.clip(np.nan_to_num(values_P, nan=0.5), 0.0, 1.0)
-        weights_P: Float64 = np.sqrt(values_P * (1.0 - values_P)) + LEAST_WEIGHT
-        return weights_P
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 

@@ -312,8 +312,8 @@ def test_what_is_probably_not_meant_is_said() -> None:
     assert "leaves no choice" in found
     (found,) = warned(training={"off_policy": "decoupled"})
     assert "nothing is ever stale" in found
-    (found,) = warned(training={"importance_cap": 2.0})
-    assert "training.importance_cap has no effect" in found
+    (found,) = warned(training={"importance_high": 2.0})
+    assert "training.importance_high has no effect" in found
     (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": 1, "engine": "vllm"})
     assert "has no ratio" in found
 

@@ -26,7 +26,7 @@ SPO = {
     "game.reward": "cgc",
     "training.spo_half_life": 4.0,
 }
-PRIORITISED = {**SPO, "game.reward": "correctness", "game.sneaky_share": 0.0, "training.spo_prioritised": True}
+PRIORITISED = {**SPO, "training.curriculum": "prioritised", "training.curriculum_half_life": 4.0}
 
 
 @pytest.mark.parametrize("settings", [SPO, PRIORITISED], ids=["cgc", "prioritised"])

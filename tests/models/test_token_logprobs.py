@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pvg.models.token_logprobs import Finish, token_logprobs
+from pvg.models.token_logprobs import Finish, token_logprobs, token_logprobs_and_entropies
 
 FINISHES = [Finish(), Finish(temperature=0.7), Finish(factor=0.3, temperature=2.0), Finish(2.0, 1.5, 0.7)]
 
@@ -16,11 +16,15 @@ def given(kind=torch.float32):
     return hidden_ND, weight_VD, bias_V, torch.randint(0, 11, (7,))
 
 
-def by_autograd(hidden_ND, weight_VD, bias_V, targets_N, finish):
+def all_by_autograd(hidden_ND, weight_VD, bias_V, finish):
     logits_NV = (hidden_ND @ weight_VD.T + bias_V) * finish.factor
     if finish.cap is not None:
         logits_NV = torch.tanh(logits_NV / finish.cap) * finish.cap
-    return torch.log_softmax(logits_NV / finish.temperature, dim=1).gather(1, targets_N[:, None])[:, 0]
+    return torch.log_softmax(logits_NV / finish.temperature, dim=1)
+
+
+def by_autograd(hidden_ND, weight_VD, bias_V, targets_N, finish):
+    return all_by_autograd(hidden_ND, weight_VD, bias_V, finish).gather(1, targets_N[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
@@ -59,3 +63,34 @@ def test_under_autocast_only_the_products_are_bfloat16():
     gradients = torch.autograd.grad(found.sum(), inputs[:3])
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), inputs[:3]), rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("finish", FINISHES)
+def test_entropies_and_their_gradients_are_those_of_autograd(finish, chunk):
+    inputs = given()
+    hidden_ND, weight_VD, bias_V, targets_N = inputs
+    logprobs_NV = all_by_autograd(hidden_ND, weight_VD, bias_V, finish)
+    wanted_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)
+    found_N, entropies_N = token_logprobs_and_entropies(*inputs, finish, chunk)
+    assert torch.equal(found_N, token_logprobs(*inputs, finish, chunk))
+    torch.testing.assert_close(entropies_N, wanted_N)
+    by_logprob, by_entropy = torch.linspace(-1.0, 2.0, 7), torch.linspace(0.5, -1.5, 7)
+    expected_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
+    for first, second in ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0)):
+        wanted = torch.autograd.grad(
+            (first * by_logprob * expected_N + second * by_entropy * wanted_N).sum(), inputs[:3], retain_graph=True
+        )
+        found = torch.autograd.grad(
+            (first * by_logprob * found_N + second * by_entropy * entropies_N).sum(), inputs[:3], retain_graph=True
+        )
+        torch.testing.assert_close(found, wanted)
+    # Where nothing is made of one of them, it has no gradient at all.
+    (alone,) = torch.autograd.grad(entropies_N.sum(), inputs[:1], retain_graph=True)
+    torch.testing.assert_close(alone, torch.autograd.grad(wanted_N.sum(), inputs[:1])[0])
+
+
+def test_what_has_no_probability_adds_nothing_to_the_entropy():
+    hidden_ND, weight_VD = torch.tensor([[1.0]]), torch.tensor([[300.0], [300.0], [-300.0]])
+    _, entropies_N = token_logprobs_and_entropies(hidden_ND, weight_VD, None, torch.tensor([0]), Finish(), 1)
+    assert entropies_N.item() == pytest.approx(0.693147, rel=1e-5)

@@ -23,8 +23,8 @@ ROLES = np.full(7, HELPFUL)
 
 
 def test_the_table_has_the_losses_of_the_configuration():
-    # spo's advantages come from tracked values instead: see test_tracked_values.
-    assert (*CREDIT, "spo") == get_args(Training.model_fields["loss"].annotation)
+    # Those of spo and rae come from tracked values instead: see test_tracked_values and test_role_baseline.
+    assert (*CREDIT, "spo", "rae") == get_args(Training.model_fields["loss"].annotation)
 
 
 @pytest.mark.parametrize("loss", NORMALISED)

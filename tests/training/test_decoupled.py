@@ -34,6 +34,7 @@ DECOUPLED = {
     "rloo": -((1.25 * A1 + 2 * A2) - 2 * B1) / 2,
     "reinforce_pp": -(1.5 + 0.5 - 1.6) / 3,
     "spo": -(1.5 + 0.5 - 1.6) / 3,
+    "rae": -(1.5 + 0.5 - 1.6) / (2 * 4),
 }
 
 
@@ -48,17 +49,17 @@ def test_by_hand(loss):
     moved = [math.sqrt(2.5), math.sqrt(2.5), 1.0] if loss == "gspo" else [1.25, 2.0, 1.0]
     assert metrics["start_ratio_max"] == pytest.approx(max(moved), rel=1e-5)
     assert metrics["start_ratio_mean"] == pytest.approx(sum(moved) / 3, rel=1e-5)
-    assert metrics["start_capped"] == 0.0
+    assert metrics["start_outside"] == 0.0
 
 
 def test_the_weight_is_capped_and_carries_no_gradient():
     batch = replace(hand_batch(), proximal_logprobs=columns(START))
-    capped = objective("grpo", off_policy="decoupled", importance_cap=1.1)
+    capped = objective("grpo", off_policy="decoupled", importance_high=1.1)
     total, gradient, metrics = evaluate(capped, TablePolicy(PROBABILITIES), batch)
     # A: 1.1 x 1.2 and 1.1 x 0.25, mean 0.7975. B as before.
     assert total == pytest.approx(-(0.7975 - 1.6) / 2, rel=1e-4)
     assert metrics["start_ratio_max"] == pytest.approx(2.0, rel=1e-5)
-    assert metrics["start_capped"] == pytest.approx(2 / 3)
+    assert metrics["start_outside"] == pytest.approx(2 / 3)
     # Position 1, A's second token (1 of 4 at 0.25): -1/4 x 1.1 x r, r = 0.25, d log p / d logit(1) = 0.75.
     assert gradient.view(2, 4)[1, 1].item() == pytest.approx(-0.25 * 1.1 * 0.25 * 0.75, rel=1e-4)
 
@@ -85,13 +86,13 @@ def test_micro_batches_add_up(loss):
     batch = policy_batch(rows, [1] * 6, generator.normal(size=6), groups=[0, 0, 0, 1, 1, 1], sampled=drawn())
     batch = replace(batch, proximal_logprobs=columns(drawn()))
     policy = TablePolicy(generator.dirichlet(np.ones(4), 4))
-    loss_ = objective(loss, off_policy="decoupled", importance_cap=1.3)
+    loss_ = objective(loss, off_policy="decoupled", importance_high=1.3)
     whole, gradient, metrics = evaluate(loss_, policy, batch)
     total, parts_gradient, parts_metrics = evaluate(loss_, policy, batch, [[4, 1], [0, 5, 3], [2]])
     assert total == pytest.approx(whole, rel=1e-5, abs=1e-6)
     assert np.allclose(gradient, parts_gradient, rtol=1e-4, atol=1e-6)
     assert parts_metrics["start_ratio_mean"] == pytest.approx(metrics["start_ratio_mean"], rel=1e-5)
-    assert 0.0 < metrics["start_capped"] < 1.0
+    assert 0.0 < metrics["start_outside"] < 1.0
 
 
 @settings(deadline=None, max_examples=25)
@@ -104,7 +105,7 @@ def test_where_the_policy_has_not_moved_since_batch_start_it_is_the_truncated_es
         policy_batch([[0, 3, 1], [0, 2]], [1, 1], [1.0, -2.0], sampled=sampled), proximal_logprobs=columns(now)
     )
     total, _, _ = evaluate(
-        objective("reinforce_pp", off_policy="decoupled", importance_cap=cap), TablePolicy(PROBABILITIES), batch
+        objective("reinforce_pp", off_policy="decoupled", importance_high=cap), TablePolicy(PROBABILITIES), batch
     )
     weights = np.minimum(np.exp(shifts), cap)
     assert total == pytest.approx(-(weights @ [1.0, 1.0, -2.0]) / 3, rel=1e-4, abs=1e-5)

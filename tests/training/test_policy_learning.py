@@ -11,8 +11,9 @@ from table_policy import policy_batch
 
 from pvg.records import Role
 from pvg.sections import Rollouts, Training
-from pvg.training.credit import advantages, tracked_advantages
+from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
 from pvg.training.losses import LOSSES, PolicyObjective
+from pvg.training.role_baseline import RoleBaseline
 from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.training.values import ValueTracker
 
@@ -25,6 +26,7 @@ class OnPolicy:
     def __init__(self, model, loss, groups=8):
         self.model, self.loss, self.groups, self.rewards = model, loss, groups, []
         self.tracker = ValueTracker(half_life=100.0)
+        self.baseline = RoleBaseline()
         self.generator = torch.Generator().manual_seed(0)
 
     async def next_batch(self):
@@ -56,6 +58,9 @@ class OnPolicy:
 
     def credit(self, rewards_N, groups_N):
         rows = len(rewards_N)
+        if self.loss == "rae":
+            baselines_N = self.baseline.observe([Role.HELPFUL] * rows, rewards_N)
+            return baseline_advantages(rewards_N, baselines_N, np.ones(rows))
         if self.loss != "spo":
             return advantages(self.loss, rewards_N, groups_N, np.ones(rows))
         versions_N = np.full(rows, len(self.rewards), dtype=np.int32)

@@ -68,9 +68,11 @@ BY_HAND = {
     # As grpo's terms, over 3 tokens.
     "reinforce_pp": -(1.2 + 0.5 - 1.6) / 3,
     "spo": -(1.2 + 0.5 - 1.6) / 3,
+    # As dr_grpo's: 2 rows x 4 tokens at most.
+    "rae": -(1.2 + 0.5 - 1.6) / (2 * 4),
 }
 # Tokens whose gradient the clip took, of 3: A's first at 1.2 or 1.28, B's; gspo: B's only.
-CLIPPED = {"grpo": 2, "dr_grpo": 2, "dapo": 2, "gspo": 1, "cispo": 0, "rloo": 0, "reinforce_pp": 2, "spo": 2}
+CLIPPED = {"grpo": 2, "dr_grpo": 2, "dapo": 2, "gspo": 1, "cispo": 0, "rloo": 0, "reinforce_pp": 2, "spo": 2, "rae": 2}
 
 
 def test_the_table_has_the_losses_of_the_configuration():
@@ -113,6 +115,7 @@ PENALTY = {
     "rloo": (K3_A + K3_B) / 2,  # mean of sequence sums
     "reinforce_pp": (K3_A + K3_B) / 3,
     "spo": (K3_A + K3_B) / 3,
+    "rae": (K3_A + K3_B) / (2 * 4),
 }
 
 
@@ -192,7 +195,7 @@ def slow_loss(loss, policy, batch, beta, max_tokens):
             return 0.0
     if loss in ("grpo", "gspo"):
         return -sum(sum(values) / len(values) for values in rows) / len(rows)
-    if loss == "dr_grpo":
+    if loss in ("dr_grpo", "rae"):
         return -sum(map(sum, rows)) / (len(rows) * max_tokens)
     if loss == "rloo":
         return -sum(map(sum, rows)) / len(rows)

@@ -117,18 +117,6 @@ def test_a_tracker_that_went_through_json_goes_on_bit_by_bit(batches: list, cut:
     assert whole.state() == resumed.state()
 
 
-def test_uncertain_problems_weigh_most() -> None:
-    tracker = ValueTracker(10.0)
-    assert tracker.weights(["a"], H).tolist() == [0.55]  # nothing is known: v = 1/2
-    for version in range(200):
-        observed(tracker, [("sure", H, 1.0, version), ("never", H, 0.0, version), ("open", H, version % 2, version)])
-    sure, never, open_, new = tracker.weights(["sure", "never", "open", "new"], H)
-    assert sure == pytest.approx(0.05, abs=1e-3)
-    assert never == pytest.approx(0.05, abs=1e-3)
-    assert open_ == pytest.approx(0.55, abs=5e-3)
-    assert new == pytest.approx(0.55, abs=5e-3)  # the role's level is 1/2
-
-
 # --- advantages ------------------------------------------------------------------------------------------------------
 
 

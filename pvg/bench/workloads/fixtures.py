@@ -23,7 +23,7 @@ from pvg.store import RunDirectory
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.training.batch import PolicyBatch
-from pvg.training.credit import advantages, tracked_advantages
+from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
 
 
 def check_work(experiment: Experiment, replay: RunDirectory | None, rollouts: int) -> None:
@@ -92,6 +92,8 @@ def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> 
     if loss == "spo":  # nothing tracked yet
         tokens_N = np.array([len(r.completion_ids) for r in rollouts])
         advantages_N = tracked_advantages(rewards_N, np.zeros(len(rollouts)), tokens_N, role_ids_N)
+    elif loss == "rae":
+        advantages_N = baseline_advantages(rewards_N, np.zeros(len(rollouts)), role_ids_N)
     else:
         advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N)
     return PolicyBatch(

@@ -1,0 +1,95 @@
+"""Dynamic sampling in the game: a batch is filled up with groups whose rewards differ (`training.dynamic_sampling`).
+
+Rounds of further groups are sampled, scored and paid until each role has its share of live ones, or the rounds or the
+problems are used up: then groups without a signal fill the batch up, as they would have without all this. So a batch
+has the size that it always has. What is played in a round depends on the weights, on the batch's number and on what
+the rounds before it brought, and on nothing else: a resumed run repeats it bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.game.orders import ProverOrders
+from pvg.records import Float32, Group, Rollout
+from pvg.telemetry.spans import span
+from pvg.training.dynamic_sampling import chosen_groups, live_groups, refill_counts
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Groups that were sampled, scored and paid. `trained_M`: the rows, of the N rollouts, that are trained on."""
+
+    groups: Sequence[Group]
+    scores_N: Float32
+    rewards_N: Float32
+    aligned_N: NDArray[np.bool_]
+    trained_M: NDArray[np.int64]
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def live_G(self) -> NDArray[np.bool_]:
+        return live_groups(self.rewards_N, [len(group.rollouts) for group in self.groups])
+
+    def with_more(self, more: Played) -> Played:
+        """All rows are trained on."""
+        return Played(
+            [*self.groups, *more.groups],
+            np.concatenate([self.scores_N, more.scores_N]),
+            np.concatenate([self.rewards_N, more.rewards_N]),
+            np.concatenate([self.aligned_N, more.aligned_N]),
+            np.arange(len(self.rewards_N) + len(more.rewards_N)),
+        )
+
+    def restricted(self, places: Sequence[int]) -> Played:
+        """Trained on are the groups at `places` alone."""
+        sizes_G = np.array([len(group.rollouts) for group in self.groups])
+        kept_N = np.repeat(np.isin(np.arange(len(sizes_G)), places), sizes_G)
+        return Played(self.groups, self.scores_N, self.rewards_N, self.aligned_N, np.flatnonzero(kept_N))
+
+
+async def refilled(
+    played: Played, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[Played]]
+) -> tuple[Played, float, dict[str, float]]:
+    """All that was sampled for batch `number`, `played` first, and which of it to train on; the seconds spent on
+    sampling the rest, and metrics."""
+    session = orders.session
+    wanted = Counter(group.role for group in played.groups)
+    ordered, seconds, rounds = orders.batch(number), 0.0, 0
+    while rounds < session.experiment.training.dynamic_sampling_rounds:
+        seen = Counter(group.role for group in played.groups)
+        live = Counter(group.role for group, is_live in zip(played.groups, played.live_G, strict=True) if is_live)
+        more = orders.refill(number, rounds, refill_counts(wanted, seen, live), ordered)
+        if not more:
+            break
+        rounds += 1
+        ordered += more
+        started = time.perf_counter()
+        with span("rollout"):
+            groups = await orders.sample(more, number)
+        seconds += time.perf_counter() - started
+        played = played.with_more(await play(groups))
+    live_G = played.live_G
+    places = chosen_groups([group.role for group in played.groups], live_G, wanted)
+    missing = len(places) - int(live_G[places].sum())
+    if missing:
+        session.ledger.log.event("rollout", event="short", step=number, groups=missing, rounds=rounds)
+    return (
+        played.restricted(places),
+        seconds,
+        {
+            "refills": float(rounds),
+            "groups_sampled": float(len(played.groups)),
+            "groups_surplus": float(live_G.sum() - live_G[places].sum()),
+            "groups_missing": float(missing),
+        },
+    )

@@ -1,0 +1,100 @@
+"""Which problems a batch should hold, by how often the policy has succeeded at them. Pure functions of success rates.
+
+`v` is the tracked share of successes of a problem in a role (pvg.training.values); what counts as a success is the
+game's to say. Two ways to use it:
+
+- *prioritised*: a problem is drawn with a probability proportional to sqrt(v (1 - v)) + 0.05, the deviation of one
+  outcome, which is how much a group of them has to tell (Single-stream Policy Optimization, arXiv 2509.13232);
+- *buckets*: success rates are cut at `edges`, and each batch takes its shares of the buckets, whatever they hold.
+  Within a bucket all problems are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+LEAST_WEIGHT = 0.05  # so that no problem is never drawn again
+ROUNDING = 1e-6  # far above what sums of a few fractions lose, far below what a share can mean
+UNKNOWN = 0.5  # the rate of a problem in a role of which nothing is known
+
+
+def known_rates(rates_P: Float64) -> Float64:
+    """float64 [P] in [0, 1]; NaN (nothing is known) becomes 1/2."""
+    known_P: Float64 = np.clip(np.nan_to_num(rates_P, nan=UNKNOWN), 0.0, 1.0)
+    return known_P
+
+
+def uncertainty_weights(rates_P: Float64) -> Float64:
+    """float64 [P]: sqrt(v (1 - v)) + 0.05, most where the outcome is least certain."""
+    known_P = known_rates(rates_P)
+    weights_P: Float64 = np.sqrt(known_P * (1.0 - known_P)) + LEAST_WEIGHT
+    return weights_P
+
+
+def buckets_of(rates_P: Float64, edges: Sequence[float]) -> Int64:
+    """int64 [P]: the bucket of each problem. Bucket b holds edges[b - 1] <= v < edges[b]; the first begins at 0, the
+    last ends with 1."""
+    return np.searchsorted(np.asarray(edges, dtype=np.float64), known_rates(rates_P), side="right").astype(np.int64)
+
+
+def bucket_counts(sizes_B: Int64, shares_B: Float64, count: int, offset: float) -> Int64:
+    """int64 [B]: how many of `count` draws without repetition each bucket gives. They sum to `count`.
+
+    A bucket gives its share, but no more than it holds; what a bucket cannot give, the others give in proportion to
+    their shares (where those are 0, in proportion to what they hold). Fractions are rounded systematically, by one
+    `offset` in [0, 1): each count is its exact value rounded down or up, and over uniform offsets its mean is exact.
+
+    Raises ValueError for more draws than all buckets hold.
+    """
+    if count > sizes_B.sum():
+        raise ValueError(f"{count} draws from {sizes_B.sum()} problems")
+    exact_B = _filled(sizes_B.astype(np.float64), np.asarray(shares_B, dtype=np.float64), float(count))
+    whole_B = np.floor(exact_B).astype(np.int64)
+    left = count - int(whole_B.sum())
+    ends_B = np.cumsum(exact_B - whole_B)
+    ends_B[ends_B > left - ROUNDING] = left  # what the last bits made of a whole number
+    marks_B = np.floor(ends_B + offset).astype(np.int64)
+    counts_B: Int64 = whole_B + np.diff(marks_B, prepend=0)
+    return counts_B
+
+
+def _filled(sizes_B: Float64, shares_B: Float64, count: float) -> Float64:
+    """`count` dealt out by shares, no bucket over its size: fixed where it would be, and the rest dealt out again."""
+    exact_B = np.zeros(len(sizes_B))
+    open_B = sizes_B > 0.0
+    while count > 0.0 and open_B.any():
+        weights_B = np.where(open_B, shares_B, 0.0)
+        if weights_B.sum() == 0.0:
+            weights_B = np.where(open_B, sizes_B, 0.0)
+        wanted_B = count * weights_B / weights_B.sum()
+        full_B = open_B & (wanted_B >= sizes_B)
+        if not full_B.any():
+            return np.where(open_B, wanted_B, exact_B)
+        exact_B[full_B] = sizes_B[full_B]
+        count -= float(sizes_B[full_B].sum())
+        open_B &= ~full_B
+    return exact_B
+
+
+def draw_from_buckets(
+    buckets_P: Int64, shares_B: Sequence[float], count: int, generator: np.random.Generator
+) -> list[int]:
+    """`count` positions in random order, buckets in their shares, none twice while there are others: more than there
+    are positions begin with all of them."""
+    chosen: list[int] = []
+    everything = np.arange(len(buckets_P))
+    while count - len(chosen) >= len(buckets_P):
+        chosen += generator.permutation(everything).tolist()
+    sizes_B = np.bincount(buckets_P, minlength=len(shares_B)).astype(np.int64)
+    counts_B = bucket_counts(sizes_B, np.asarray(shares_B), count - len(chosen), generator.random())
+    rest: list[int] = []
+    for bucket, of_bucket in enumerate(counts_B.tolist()):
+        rest += generator.choice(everything[buckets_P == bucket], of_bucket, replace=False).tolist()
+    shuffled: list[int] = generator.permutation(np.array(rest, dtype=np.int64)).tolist()
+    return chosen + shuffled

@@ -1,0 +1,229 @@
+"""Whole games of the settings that say what the prover's trainer learns from: they train, are told of and resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kill_drill import differences, fingerprint
+from test_configurations import changed, played, rows
+from test_stragglers import recorded
+
+from pvg.game.rewards import Outcomes
+from pvg.records import Rollout
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+from pvg.telemetry.catalogue import unknown_metrics
+
+# Little of everything but the prover's training.
+SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "evaluation.problems": 2}
+RAE = {**SHORT, "training.loss": "rae", "rollout.group_size": 1, "training.groups": 16, "game.reward": "cgc"}
+# Groups of two: most of them are both right or both wrong, and `correctness` pays them alike.
+DYNAMIC = {
+    **SHORT,
+    "training.loss": "dapo",
+    "training.dynamic_sampling": True,
+    "training.groups": 6,
+    "training.steps": 4,
+    "rollout.group_size": 2,
+    "rollout.max_tokens": 48,
+    "game.reward": "correctness",
+    "game.sneaky_share": 0.5,
+}
+
+GAMES: dict[str, dict[str, Any]] = {
+    "rae, buckets and adapted coefficients": {
+        **RAE,
+        "training.curriculum": "buckets",
+        "training.kl_target": 0.001,
+        "training.kl_estimator": "k1_k2",
+        "training.entropy_target": 3.0,
+        "training.entropy_step": 0.004,
+        "training.minibatches": 2,
+        "training.steps": 8,
+    },
+    "dynamic sampling by priority": {
+        **DYNAMIC,
+        "training.curriculum": "prioritised",
+        "training.curriculum_half_life": 2.0,
+        "training.dynamic_sampling_rounds": 2,
+    },
+}
+
+
+def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
+    return [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
+
+
+def progress(root: Path) -> dict[str, Any]:
+    state = FileStateStore(RunDirectory.open("drill", root).state).load().state
+    assert state is not None
+    return dict(state["progress"])
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    experiment = changed(GAMES[name])
+    outcome, whole = played(experiment, tmp_path / "whole")
+    assert outcome.status == "complete"
+    batch = experiment.training.minibatches
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 1 + 3 * batch))
+    assert outcome.status == "interrupted"
+    state = progress(tmp_path / "stopped")
+    assert ("baseline" in state, "success" in state) == (
+        experiment.training.loss == "rae",
+        experiment.training.curriculum != "none",
+    )
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+    steps = prover_steps(whole)
+    assert unknown_metrics(f"train_prover/{metric}" for step in steps for metric in step) == []
+    for check in CHECKS[name]:
+        check(steps, whole)
+
+
+def of_rae(steps: list[dict[str, Any]], run: RunDirectory) -> None:
+    assert all(step["value_error"] > 0.0 for step in steps)
+    assert all(step["zero_signal"] < 1.0 for step in steps)
+    # What a first batch is measured by is its own mean; later ones by what was before.
+    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    first, second = ([r.reward or 0.0 for r in kept if r.step == step] for step in (0, 1))
+    assert steps[0]["value_mean"] == pytest.approx(np.mean(first), rel=1e-5)
+    by_role = {
+        role: np.mean([r.reward for r in kept if r.step == 0 and r.role is role]) for role in set(map(role_of, kept))
+    }
+    expected = np.mean([by_role[r.role] for r in kept if r.step == 1])
+    assert steps[2]["value_mean"] == pytest.approx(expected, rel=1e-5)  # a batch is two steps
+    assert steps[2]["value_mean"] != pytest.approx(np.mean(second), rel=1e-5)
+
+
+def role_of(rollout: Rollout) -> Any:
+    return rollout.role
+
+
+def of_curriculum(steps: list[dict[str, Any]], run: RunDirectory) -> None:
+    assert steps[0]["success_tracked"] == 0.5  # nothing is known
+    assert steps[0]["success_unseen"] == 1.0
+    assert {step["success_tracked"] for step in steps} != {0.5}
+    assert all(0.0 <= step[name] <= 1.0 for step in steps for name in step if name.startswith("success_"))
+
+
+def aligned(rollouts: list[Rollout]) -> np.ndarray[Any, Any]:
+    def column(values: list[bool]) -> np.ndarray[Any, Any]:
+        return np.array(values, dtype=bool)
+
+    helpful_N = column([r.role.number == 1 for r in rollouts])
+    correct_N, formed_N = column([r.grade.correct for r in rollouts]), column([r.grade.well_formed for r in rollouts])
+    none_N = np.zeros(len(rollouts))
+    return Outcomes(
+        none_N.astype(np.float32), correct_N, helpful_N, formed_N, none_N.astype(np.int64), correct_N
+    ).aligned_N
+
+
+def of_dynamic(steps: list[dict[str, Any]], run: RunDirectory) -> None:
+    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    assert len({rollout.id for rollout in kept}) == len(kept)
+    assert any(step["refills"] > 0 for step in steps)
+    for number, step in enumerate(steps):
+        of_step = [rollout for rollout in kept if rollout.step == number]
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in of_step:
+            groups.setdefault(rollout.group, []).append(rollout)
+        assert sorted(groups) == list(range(len(groups)))  # numbered through
+        # Everything that was sampled is recorded, and counts.
+        assert step["rollouts"] == len(of_step) == 2 * step["groups_sampled"]
+        assert step["helpful_accuracy"] == pytest.approx(
+            np.mean([r.grade.correct for r in of_step if r.role.number == 1])
+        )
+        live = {name: len({r.reward for r in group}) > 1 for name, group in groups.items()}
+        assert step["zero_signal"] == pytest.approx(1 - np.mean(list(live.values())))
+        for number_of_role in (0, 1):
+            of_role = [name for name, group in groups.items() if group[0].role.number == number_of_role]
+            wanted = sum(name < 6 for name in of_role)  # of those that were ordered first
+            assert wanted == 3
+            problems = [groups[name][0].problem_id for name in of_role]
+            assert len(set(problems)) == len(problems)  # no problem was asked twice in a role
+        found = Counter(group[0].role for name, group in groups.items() if live[name])
+        assert step["groups_missing"] == sum(max(0, 3 - found[role]) for role in set(map(role_of, kept)))
+        assert step["groups_surplus"] == sum(max(0, found[role] - 3) for role in set(map(role_of, kept)))
+        assert ("skipped" in step) == (not any(live.values()))
+    short = [step["groups_missing"] > 0 for step in steps]
+    assert any(short) == ("event=short" in run.events.read_text())
+
+
+def of_adapted(steps: list[dict[str, Any]], run: RunDirectory) -> None:
+    assert steps[0]["kl_coefficient"] == 0.02
+    assert len({step["kl_coefficient"] for step in steps}) == len(steps)  # it moves in every step of a batch
+    # The target is never reached: the bonus grows up to its limit.
+    assert [step["entropy_coefficient"] for step in steps[:5]] == pytest.approx([0.0, 0.004, 0.008, 0.01, 0.01])
+    assert all(0.0 < step["entropy_exact"] < 3.0 for step in steps)
+    # On what a policy samples itself, -log pi estimates its entropy.
+    estimates, exact = ([step[name] for step in steps] for name in ("entropy", "entropy_exact"))
+    assert np.mean(estimates) == pytest.approx(np.mean(exact), rel=0.2)
+
+
+CHECKS: dict[str, list[Callable[[list[dict[str, Any]], RunDirectory], None]]] = {
+    "rae, buckets and adapted coefficients": [of_rae, of_curriculum, of_adapted],
+    "dynamic sampling by priority": [of_dynamic, of_curriculum],
+}
+
+
+def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path) -> None:
+    experiment = changed({**SHORT, "training.curriculum": "prioritised", "training.steps": 4})
+    outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 4))  # the third step's commit
+    assert outcome.status == "interrupted"
+    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    seen = progress(tmp_path)["success"]["seen"]
+    assert {(problem, role) for role, of in seen.items() for problem in of} == {
+        (rollout.problem_id, rollout.role.value) for rollout in kept
+    }
+    # The level of a role moves by 0.05 of the way to each batch's share of successes.
+    levels: dict[str, float] = {}
+    for step in range(3):
+        of_step = [rollout for rollout in kept if rollout.step == step]
+        aligned_N = aligned(of_step)
+        for role in {rollout.role for rollout in of_step}:
+            share = float(aligned_N[[r.role is role for r in of_step]].mean())
+            before = levels.get(role.value, share)
+            levels[role.value] = before + 0.05 * (share - before)
+    assert progress(tmp_path)["success"]["levels"] == pytest.approx(levels)
+
+
+def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch(tmp_path: Path) -> None:
+    weighted = {"training.importance": "truncated", "training.importance_level": "geometric"}
+    steps = {"training.minibatches": 2, "training.steps": 6, "rollout.dtype": "bfloat16"}
+    _, run = played(changed({**SHORT, **weighted, **steps}), tmp_path)
+    for step in prover_steps(run):
+        assert step["start_ratio_mean"] == pytest.approx(1.0, abs=0.02)
+        assert step["start_ratio_max"] != 1.0  # bfloat16 and float32 differ
+        assert step["start_outside"] == 0.0
+
+
+def test_a_curriculum_and_rae_go_with_rollouts_sampled_ahead(tmp_path: Path) -> None:
+    ahead = {**RAE, "training.curriculum": "buckets", "rollout.prefetch": 1, "training.importance": "truncated"}
+    experiment = changed(ahead)
+    outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 5))
+    assert outcome.status == "interrupted"
+    outcome, run = played(experiment, tmp_path, resume=True)
+    assert outcome.status == "complete"
+    steps = prover_steps(run)
+    assert {step["rollouts"] for step in steps} == {16.0}
+    assert max(step["staleness_max"] for step in steps) >= 1.0
+    assert all(step["start_ratio_max"] > 0.0 for step in steps)  # of all rows, stale or not
+    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    assert len({rollout.id for rollout in kept}) == len(kept) == 16 * experiment.training.steps
+
+
+def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the_user_is_told(tmp_path: Path) -> None:
+    from test_configurations import ONE_ANSWER
+
+    hopeless = {**DYNAMIC, **ONE_ANSWER, "verifier.loss": "cross_entropy", "training.dynamic_sampling_rounds": 2}
+    _, run = played(changed({**hopeless, "training.steps": 1}), tmp_path)
+    for step in prover_steps(run):
+        assert (step["refills"], step["groups_sampled"], step["groups_missing"]) == (2.0, 18.0, 6.0)
+        assert step["skipped"] == 1.0
+    assert run.events.read_text().count("event=short") == 1

@@ -1,0 +1,145 @@
+"""Importance weights by hand, per level and kind; in the loss: denominators, gradients, splits, and the one step."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_policy import TablePolicy, policy_batch
+from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective, random_batch
+from test_policy_losses import random_policy as drawn_policy
+
+from pvg.training.importance import RATIOS, importance_metrics, importance_weights, outside
+
+
+def rows(values):
+    return [np.asarray(row, dtype=np.float32) for row in values]
+
+
+def test_ratios_by_level_by_hand():
+    # Row 0: log ratios ln 2 and ln 8 (and a place outside the completion); row 1: 30.
+    logs_BL = torch.tensor([[0.0, math.log(2), math.log(8)], [0.0, 30.0, 0.0]])
+    mask_BL = torch.tensor([[False, True, True], [False, True, False]])
+    expected = {"token": [2.0, 8.0], "sequence": [16.0, 16.0], "geometric": [4.0, 4.0]}
+    for level, wanted in expected.items():
+        found_BL = RATIOS[level](logs_BL, mask_BL)
+        torch.testing.assert_close(found_BL[0][mask_BL[0]], torch.tensor(wanted))
+        assert torch.isfinite(found_BL).all()
+    assert RATIOS["sequence"](logs_BL, mask_BL)[1, 1].item() == pytest.approx(math.exp(20), rel=1e-5)
+
+
+def test_weights_by_kind_by_hand():
+    ratios = torch.tensor([0.1, 0.5, 1.0, 5.0, 7.0, math.inf])
+    assert importance_weights(ratios, "none", 0.5, 5.0).tolist() == [1.0] * 6
+    assert importance_weights(ratios, "truncated", 0.5, 5.0).tolist() == pytest.approx([0.1, 0.5, 1, 5, 5, 5])
+    assert importance_weights(ratios, "masked", 0.5, 5.0).tolist() == [0.0, 0.5, 1.0, 5.0, 0.0, 0.0]
+    assert outside(ratios, "truncated", 0.5, 5.0).tolist() == [False] * 4 + [True] * 2
+    found = importance_metrics(ratios[:5], "masked", 0.5, 5.0).result()
+    assert found["start_ratio_mean"] == pytest.approx(13.6 / 5)
+    assert found["start_ratio_max"] == pytest.approx(7.0)
+    assert found["start_outside"] == pytest.approx(2 / 5)
+    assert importance_metrics(ratios[:0], "masked", 0.5, 5.0).result() == {}
+
+
+# The rows of `hand_batch`: pi / pi_sampled is 1.5 and 0.5 (A, advantage 1) and 0.5 (B, advantage -2). In the only step
+# of a batch pi is pi_start: every ratio that is clipped is 1, and the weights are these.
+WEIGHTED = {
+    ("truncated", "token"): ([1.2, 0.5], [0.5]),
+    ("truncated", "sequence"): ([0.75, 0.75], [0.5]),
+    ("truncated", "geometric"): ([math.sqrt(0.75)] * 2, [0.5]),
+    ("masked", "token"): ([0.0, 0.0], [0.0]),  # 1.5 is over 1.2, 0.5 is below 0.7
+    ("masked", "sequence"): ([0.75, 0.75], [0.0]),
+    ("masked", "geometric"): ([math.sqrt(0.75)] * 2, [0.0]),
+}
+
+
+@pytest.mark.parametrize(("kind", "level"), WEIGHTED)
+def test_the_loss_of_the_only_step_by_hand(kind, level):
+    weighing = objective(
+        "reinforce_pp", importance=kind, importance_level=level, importance_low=0.7, importance_high=1.2
+    )
+    total, gradient, metrics = evaluate(weighing, TablePolicy(PROBABILITIES), hand_batch())
+    of_a, of_b = WEIGHTED[kind, level]
+    # Three tokens, whether they are masked or not: the denominator is what it was.
+    assert total == pytest.approx(-(sum(of_a) - 2 * sum(of_b)) / 3, rel=1e-5, abs=1e-7)
+    # d/d logit 3 at position 0: A's first token is 3 (0.4 of it), B's is 2. The weights carry no gradient.
+    expected = -(of_a[0] * (1 - 0.4) - 2 * of_b[0] * (0 - 0.4)) / 3
+    assert gradient[3].item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    assert metrics["ratio_max"] == pytest.approx(1.5, rel=1e-5)  # raw
+    assert metrics["clipped"] == 0.0
+
+
+def test_masking_takes_nothing_but_the_masked_tokens_away():
+    """What is left has the gradient that it has beside tokens of advantage 0."""
+    batch = hand_batch()
+    masked = objective("reinforce_pp", importance="masked", importance_low=0.4, importance_high=1.2)
+    _, gradient, metrics = evaluate(masked, TablePolicy(PROBABILITIES), batch)
+    assert metrics["start_outside"] == pytest.approx(1 / 3)  # A's first
+    silent = policy_batch([[0, 3], [0, 3, 1], [0, 2]], [1, 2, 1], [0.0, 1.0, -2.0], sampled=[[A1], [A2], [B1]])
+    _, wanted, _ = evaluate(objective("reinforce_pp"), TablePolicy(PROBABILITIES), silent)
+    torch.testing.assert_close(gradient, 0.5 * wanted)  # both that are left have a ratio of 0.5
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_where_sampler_and_trainer_agree_it_is_the_plain_loss(loss):
+    policy = drawn_policy(4)
+    batch = random_batch(policy, 4, 6, 5, 9)
+    batch = replace(batch, sampled_logprobs=rows(policy.logprobs(batch)))
+    plain, gradient, _ = evaluate(objective(loss), policy, batch)
+    for kind in ("truncated", "masked"):
+        total, found, metrics = evaluate(objective(loss, importance=kind), policy, batch)
+        assert total == pytest.approx(plain, rel=1e-4, abs=1e-6)
+        assert torch.allclose(found, gradient, rtol=1e-4, atol=1e-6)
+        assert metrics["start_outside"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_any_split_adds_up_to_the_unsplit_batch(kind, seed, data):
+    policy = drawn_policy(seed)
+    batch = random_batch(policy, seed, 8, 5, 9)
+    level = data.draw(st.sampled_from(list(RATIOS)))
+    parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
+    parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
+    weighing = objective(
+        "grpo", kl=0.1, max_tokens=9, importance=kind, importance_level=level, importance_low=0.8, importance_high=1.1
+    )
+    whole, whole_gradient, whole_metrics = evaluate(weighing, policy, batch)
+    split, split_gradient, split_metrics = evaluate(weighing, policy, batch, parts)
+    assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert (split_gradient - whole_gradient).norm() <= 2e-6 * max(0.1, whole_gradient.norm())
+    del split_metrics["padding"], whole_metrics["padding"]
+    assert split_metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
+
+
+def test_over_several_steps_it_needs_the_log_probs_at_batch_start():
+    several = objective("grpo", importance="masked", minibatches=2)
+    assert several.needs_start
+    assert not objective("grpo", importance="masked").needs_start
+    assert not objective("grpo", importance="none", minibatches=2).needs_start
+    with pytest.raises(ValueError, match="need proximal_logprobs"):
+        several.prepare(hand_batch())
+    # With them, those count, not what the policy is by now: at the start A's first was 1.25 times as likely.
+    start = rows([[A1 - math.log(1.2), A2], [B1]])
+    batch = replace(hand_batch(), proximal_logprobs=start)
+    total, _, metrics = evaluate(
+        objective("reinforce_pp", importance="truncated", minibatches=2), TablePolicy(PROBABILITIES), batch
+    )
+    # A: 1.25 x min(1.2, 1.2) and 0.5 x 1; B: 0.5 x -2.
+    assert total == pytest.approx(-(1.25 * 1.2 + 0.5 - 1.0) / 3, rel=1e-5)
+    assert metrics["start_ratio_max"] == pytest.approx(1.25, rel=1e-5)
+
+
+def test_decoupled_without_weights_is_clipped_around_the_start_alone():
+    start = rows([[A1 - math.log(1.2), A2 - math.log(0.25)], [B1 - math.log(0.5)]])
+    batch = replace(hand_batch(), proximal_logprobs=start)
+    free = objective("reinforce_pp", off_policy="decoupled", importance="none")
+    total, _, metrics = evaluate(free, TablePolicy(PROBABILITIES), batch)
+    # min(1.2, 1.2) and 0.25; B: min(-1, -1.6).
+    assert total == pytest.approx(-(1.2 + 0.25 - 1.6) / 3, rel=1e-4)
+    assert metrics["start_ratio_max"] == pytest.approx(2.0, rel=1e-5)
+    assert metrics["start_outside"] == 0.0
