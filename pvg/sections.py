@@ -193,9 +193,10 @@ Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
 
 
 class Training(Section):
-    """Prover training: one step is one optimizer step over a batch of groups."""
+    """Prover training: one step is one optimizer step over a batch of groups. A loss may be FILE.py:NAME, code of the
+    user's own."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo", "rae"] = "grpo"
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo", "rae"] | Reference = "grpo"
     groups: Count = 32  # groups sampled per batch
     steps: Annotated[int, Field(ge=0)] = 60
     minibatches: Count = 1  # optimizer steps per sampled batch

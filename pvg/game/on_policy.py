@@ -260,7 +260,7 @@ class OnPolicySource:
             metrics |= value_metrics(rewards_N, values_N, advantages_N)
         else:
             loss = self.session.experiment.training.loss
-            advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N)
+            advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
         batch = PolicyBatch(
             sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
             prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),

@@ -29,8 +29,9 @@ EPSILON = 1e-6  # added to a standard deviation before dividing by it; GRPO's pu
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
-    """Rewards with the group each row belongs to: `group_N` in 0..G-1, `counts_G` rows per group."""
+class Groups:
+    """Rewards with the group each row belongs to: `group_N` in 0..G-1, `counts_G` rows per group. What credit is
+    assigned from: a group's rows share a problem and a role."""
 
     rewards_N: Float64
     group_N: NDArray[np.int64]
@@ -63,6 +64,9 @@ class _Groups:
         return found_G
 
 
+Credit = Callable[[Groups], Float64]  # rewards in groups -> advantages float64 [N]
+
+
 def advantages(
     loss: str,
     rewards_N: NDArray[Any],
@@ -70,20 +74,22 @@ def advantages(
     role_ids_N: NDArray[Any],
     *,
     scope: Scope = "group",
+    credit: Credit | None = None,
 ) -> Float32:
     """Advantages float32 [N] of policy loss `loss`. `scope` is cispo's choice: its rewards are normalised over the
-    group, or over the batch's rows of the same role.
+    group, or over the batch's rows of the same role. `credit`: what assigns it, where the loss is in no table.
 
     Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss, or
     for spo and rae: their baseline is in no group (see `tracked_advantages` and `baseline_advantages`).
     """
-    if loss not in CREDIT:
+    if credit is None and loss not in CREDIT:
         raise ConfigurationError(f"There is no loss {loss!r}.", f"Known: {', '.join(CREDIT)}.")
     if scope == "batch":
         if loss != "cispo":
             raise ConfigurationError(f"{loss} normalises over groups; only cispo can normalise over the batch.")
         group_ids_N = np.zeros_like(group_ids_N)  # one group per role
-    return CREDIT[loss](_grouped(rewards_N, group_ids_N, role_ids_N)).astype(np.float32)
+    assign = CREDIT[loss] if credit is None else credit
+    return assign(_grouped(rewards_N, group_ids_N, role_ids_N)).astype(np.float32)
 
 
 def tracked_advantages(
@@ -148,25 +154,25 @@ def soft_overlong_rewards(completion_lengths_N: NDArray[Any], max_tokens: int, b
     return (-np.clip(over_N / buffer, 0.0, 1.0)).astype(np.float32)
 
 
-def _normalised(groups: _Groups) -> Float64:
+def normalised(groups: Groups) -> Float64:
     """(R - mean) / (std + 1e-6)."""
     normalised_N: Float64 = groups.centred() / (groups.deviations() + EPSILON)
     return normalised_N
 
 
-def _centred(groups: _Groups) -> Float64:
+def centred(groups: Groups) -> Float64:
     """R - mean."""
     return groups.centred()
 
 
-def _leave_one_out(groups: _Groups) -> Float64:
+def leave_one_out(groups: Groups) -> Float64:
     """R - mean of the others = (R - mean) n / (n - 1); 0 in a group of one, which has no others to learn from."""
     counts_N = groups.counts_G[groups.group_N]
     left_out_N: Float64 = groups.centred() * counts_N / np.maximum(counts_N - 1, 1)
     return left_out_N
 
 
-def _whitened(groups: _Groups) -> Float64:
+def whitened(groups: Groups) -> Float64:
     """R - mean of the group, divided by the deviation of these over the whole batch (+ 1e-6).
 
     Their mean over the batch, and over each role of it, is 0 already. The scale is one for both roles: what is shared
@@ -179,18 +185,18 @@ def _whitened(groups: _Groups) -> Float64:
     return whitened_N
 
 
-CREDIT: dict[str, Callable[[_Groups], Float64]] = {
-    "grpo": _normalised,
-    "dr_grpo": _centred,
-    "dapo": _normalised,
-    "gspo": _normalised,
-    "cispo": _normalised,
-    "rloo": _leave_one_out,
-    "reinforce_pp": _whitened,
+CREDIT: dict[str, Credit] = {
+    "grpo": normalised,
+    "dr_grpo": centred,
+    "dapo": normalised,
+    "gspo": normalised,
+    "cispo": normalised,
+    "rloo": leave_one_out,
+    "reinforce_pp": whitened,
 }
 
 
-def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> _Groups:
+def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> Groups:
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     if not rewards_N.shape == np.shape(group_ids_N) == np.shape(role_ids_N) or rewards_N.ndim != 1:
         raise ValueError(
@@ -207,4 +213,4 @@ def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDA
     roles, role_N = np.unique(role_ids_N, return_inverse=True)
     keys_N = np.asarray(group_ids_N, dtype=np.int64) * len(roles) + role_N
     _, group_N, counts_G = np.unique(keys_N, return_inverse=True, return_counts=True)
-    return _Groups(rewards_N, group_N, counts_G)
+    return Groups(rewards_N, group_N, counts_G)

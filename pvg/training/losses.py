@@ -28,11 +28,13 @@ from torch import Tensor, nn
 
 from pvg import sections
 from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.extensions import is_reference, resolve
 from pvg.models.logprobs import CompletionOutputs
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.control import Control
+from pvg.training.credit import Credit, normalised
 from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches
 from pvg.training.importance import (
     RATIOS,
@@ -137,7 +139,8 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 class PolicyLoss:
     """A row of game.md's table. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
     `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators;
-    `ratio`: what importance weights are made of, where training.importance_level says nothing else."""
+    `ratio`: what importance weights are made of, where training.importance_level says nothing else; `credit`: how
+    rewards become advantages, None: as pvg.training.credit has it under the loss's name."""
 
     objective: Callable[[Tokens], Terms]
     aggregation: Callable[[Float64, int], Float64]
@@ -146,6 +149,7 @@ class PolicyLoss:
     penalised: bool = True
     drops_silent: bool = False
     ratio: Ratio = token_ratio
+    credit: Credit | None = None
 
 
 LOSSES: dict[str, PolicyLoss] = {
@@ -164,6 +168,17 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
+def policy_loss(name: str) -> PolicyLoss:
+    """The loss of that name, of the table or a `PolicyLoss` of a user's file, which is GRPO's in what it leaves open.
+
+    Raises ConfigurationError for a name that is neither.
+    """
+    if not is_reference(name) and name not in LOSSES:
+        raise ConfigurationError(f"There is no loss {name!r}.", f"Known: {', '.join(LOSSES)}.")
+    loss = resolve("training.loss", name, LOSSES, PolicyLoss)
+    return replace(loss, credit=loss.credit or normalised) if is_reference(name) else loss
+
+
 class PolicyObjective:
     """The loss of `section.loss` as an objective for the trainer: prepare a batch, split it, weigh a micro-batch.
 
@@ -171,9 +186,7 @@ class PolicyObjective:
     """
 
     def __init__(self, section: sections.Training, rollout: sections.Rollouts, pad_id: int) -> None:
-        if section.loss not in LOSSES:
-            raise ConfigurationError(f"There is no loss {section.loss!r}.", f"Known: {', '.join(LOSSES)}.")
-        self._loss = LOSSES[section.loss]
+        self._loss = policy_loss(section.loss)
         self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
         self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
         self._control = Control(section)
@@ -190,6 +203,11 @@ class PolicyObjective:
         if section.micro_batch_memory_mb:
             limit = section.micro_batch_memory_mb * BYTES_PER_MB
             self.memory = MicroBatchMemory(limit, section.micro_batch_tokens, section.logits_chunk, self._size)
+
+    @property
+    def credit(self) -> Credit | None:
+        """See PolicyLoss."""
+        return self._loss.credit
 
     @property
     def needs_reference(self) -> bool:

@@ -24,7 +24,7 @@ ROLES = np.full(7, HELPFUL)
 
 def test_the_table_has_the_losses_of_the_configuration():
     # Those of spo and rae come from tracked values instead: see test_tracked_values and test_role_baseline.
-    assert (*CREDIT, "spo", "rae") == get_args(Training.model_fields["loss"].annotation)
+    assert (*CREDIT, "spo", "rae") == get_args(get_args(Training.model_fields["loss"].annotation)[0])
 
 
 @pytest.mark.parametrize("loss", NORMALISED)

@@ -24,6 +24,7 @@ from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
+from pvg.training.losses import policy_loss
 
 
 def check_work(experiment: Experiment, replay: RunDirectory | None, rollouts: int) -> None:
@@ -95,7 +96,7 @@ def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> 
     elif loss == "rae":
         advantages_N = baseline_advantages(rewards_N, np.zeros(len(rollouts)), role_ids_N)
     else:
-        advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N)
+        advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=policy_loss(loss).credit)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
         prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
