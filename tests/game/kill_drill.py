@@ -4,6 +4,7 @@
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
     python tests/game/kill_drill.py --kills 6 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # with rollout.partial, which no two runs play alike
+    python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -73,6 +74,22 @@ def partial_experiment() -> Experiment:
     plain["rollout"] |= rollout
     plain["game"]["rounds"] = 1
     plain["training"]["steps"] = 12
+    return build_experiment(plain)
+
+
+def learning_experiment() -> Experiment:
+    """Batches that are filled up, problems that are drawn by what was seen, and coefficients that follow the steps."""
+    plain = small_experiment().plain()
+    plain["training"] |= {
+        "loss": "dr_grpo",
+        "dynamic_sampling": True,
+        "curriculum": "buckets",
+        "kl_target": 0.001,
+        "entropy_target": 3.0,
+        "minibatches": 2,
+        "steps": 14,
+    }
+    plain["game"] |= {"reward": "correctness", "rounds": 1}
     return build_experiment(plain)
 
 
@@ -254,6 +271,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
+    parser.add_argument("--learning", action="store_true")
     options = parser.parse_args()
 
     def log(line: str) -> None:
@@ -263,6 +281,8 @@ def main() -> None:
         result = partial_drill(options.kills, options.seed, log)
     else:
         experiment = memory_experiment() if options.memory else small_experiment()
+        if options.learning:
+            experiment = learning_experiment()
         result = drill(experiment, options.kills, options.seed, log)
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
     raise SystemExit(1 if result["problems"] else 0)

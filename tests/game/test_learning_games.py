@@ -173,10 +173,11 @@ CHECKS: dict[str, list[Callable[[list[dict[str, Any]], RunDirectory], None]]] = 
 
 
 def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path) -> None:
-    experiment = changed({**SHORT, "training.curriculum": "prioritised", "training.steps": 4})
+    experiment = changed({**DYNAMIC, "training.curriculum": "prioritised"})
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 4))  # the third step's commit
     assert outcome.status == "interrupted"
     kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    assert any(rollout.group >= 6 for rollout in kept)  # of a refill: what was not trained on is learnt too
     seen = progress(tmp_path)["success"]["seen"]
     assert {(problem, role) for role, of in seen.items() for problem in of} == {
         (rollout.problem_id, rollout.role.value) for rollout in kept
