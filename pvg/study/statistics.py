@@ -197,7 +197,7 @@ def least_p(n: int) -> float:
     """The least two-sided p value of n pairs: 2 of the 2^n ways are as far as can be. Raises ValueError for none."""
     if n < 1:
         raise ValueError("no pairs have no p value")
-    return min(1.0, 2.0 ** (1.0 - n))
+    return math.ldexp(1.0, 1 - n)
 
 
 def seeds_needed(comparisons: int, level: float = LEVEL) -> int:
