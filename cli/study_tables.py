@@ -47,15 +47,16 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
     """Arms and seeds with how far each is, and the work that is left."""
     table = quiet_table()
     table.add_column("arm", style="bold")
-    for seed in plan.seeds:
-        table.add_column(f"seed {seed}", justify="center")
+    table.add_column(f"seeds {', '.join(map(str, plan.seeds))}", no_wrap=True, max_width=24)
     table.add_column("steps each", justify="right")
     table.add_column("settings", style=QUIET, overflow="fold")
     for arm in plan.arms:
         cells = [plan.cell(arm, seed) for seed in plan.seeds]
-        marks = [MARKS["failed" if now[cell.name].reason else now[cell.name].status] for cell in cells]
+        marks = Text.assemble(
+            *((f"{mark} ", style) for mark, style in (MARKS[_state_of(now[cell.name])] for cell in cells))
+        )
         settings = ", ".join(f"{key}={value}" for key, value in arm.settings.items())
-        table.add_row(arm.name, *(Text(*mark) for mark in marks), f"{cells[0].steps:,}", settings)
+        table.add_row(arm.name, marks, f"{cells[0].steps:,}", settings)
     left = sum(cell.steps - now[cell.name].done for cell in plan.cells)
     complete = sum(standing.status == "complete" for standing in now.values())
     return Group(
@@ -74,6 +75,10 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
         ),
         Text(f"They would lie in {plan.folder}.", style=QUIET),
     )
+
+
+def _state_of(standing: Standing) -> str:
+    return "failed" if standing.reason else standing.status
 
 
 def headline(name: str, rest: str) -> Text:

@@ -3,15 +3,15 @@
     for measure in measures_named(["helpful_accuracy", "kl"]):
         measure.read(facts)                # the value after each round; None where the run has none
 
-A measure comes from the metrics of the run's rounds, from its steps, or from what `pvg evaluate` left behind
-(`evaluated`: a path into its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure by itself.
+A measure comes from the metrics of the run's rounds, from its steps, or from what `pvg evaluate` left behind (a path
+into a round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure by itself.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import orjson
 
 from pvg.errors import ConfigurationError
 from pvg.experiment import nearest
+from pvg.records import source_of_round
 from pvg.reporting.figures import Style, shown
 from pvg.reporting.run_summary import RunSummary, read_run
 from pvg.store.run_directory import RunDirectory
@@ -46,7 +47,7 @@ Read = Callable[[RunFacts], Series]
 class Measure:
     """`read` gives the values by round, in order; a measure of the whole run (`by_round` false) gives one.
 
-    `higher_is_better`: None where neither is. `evaluated`: it is there only after `pvg evaluate`. Not
+    `higher_is_better`: None where neither is. `part`: of `pvg evaluate`, which must have been played. Not
     `compared`: it is told, and no hypothesis of a study; each one more makes Holm's adjustment dearer.
     """
 
@@ -57,7 +58,7 @@ class Measure:
     meaning: str
     read: Read
     by_round: bool = True
-    evaluated: bool = False
+    part: str = ""
     compared: bool = True
 
 
@@ -119,46 +120,59 @@ def of_step_count(phase: str) -> Read:
     return read
 
 
-def of_evaluation(path: str, *, within: str = "") -> Read:
-    """From the document of `pvg evaluate`: every value at `path`, in the order of the document.
+def of_evaluation(path: str) -> Read:
+    """From the document of `pvg evaluate`: what lies at `path` in each of its rounds.
 
-    A path is dotted keys; `[*]` takes every element of a list, and `[key=value]` those whose key has that value:
-    `parts.bon.rounds[*].accuracy`. With `within` (a key beside the last one of the path) a null is a value that was
-    not found within that many: censored. A part that the document lacks gives no values.
+    A path is dotted keys; `[key=value]` takes the element of a list whose key has that value, `{own}` being the name of
+    the round's own prover as a source, and `[-1]` the last one: `best_of_n[source={own}].balanced[-1].accuracy.value`.
     """
-    *above, leaf = _steps(path)
+
+    def value(round_: Mapping[str, Any]) -> Value | None:
+        return _value(_at(round_, path))
+
+    return _of_evaluated_rounds(value)
+
+
+def steps_to_exploit(kind: str) -> Read:
+    """Steps until a fresh attacker, paid by `kind`, had exploited the round's verifier; censored where it had not
+    within the steps that it was given, and none where the attack could not be judged."""
+
+    def value(round_: Mapping[str, Any]) -> Value | None:
+        attack = _at(round_, f"exploit[kind={kind}]")
+        if not isinstance(attack, Mapping) or attack.get("status") not in ("found", "censored"):
+            return None
+        steps = _value(attack.get("steps"))
+        return None if steps is None else Value(steps.number, censored=attack["status"] == "censored")
+
+    return _of_evaluated_rounds(value)
+
+
+def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], Value | None]) -> Read:
+    """In the order of the run's rounds; None where the evaluation has not the round."""
 
     def read(facts: RunFacts) -> Series:
-        found: Series = []
-        for place in _select(facts.evaluation, above):
-            if not isinstance(place, Mapping):
-                continue
-            number, limit = place.get(leaf), place.get(within)
-            censored = number is None and isinstance(limit, (int, float))
-            found.append(Value(float(limit), censored=True) if censored and limit is not None else _value(number))
-        return found
+        told = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
+        by_number = {row.get("round"): row for row in told if isinstance(row, Mapping)}
+        return [value(by_number[n]) if n in by_number else None for n in sorted(facts.summary.rounds)]
 
     return read
 
 
-def _steps(path: str) -> list[str]:
-    return re.findall(r"\[[^\]]*\]|[^.\[\]]+", path)
-
-
-def _select(node: Any, steps: Sequence[str]) -> Iterator[Any]:
-    """What lies at the path of `steps`, as far as it is there."""
-    if not steps:
-        yield node
-        return
-    step, rest = steps[0], steps[1:]
-    if not step.startswith("["):
-        if isinstance(node, Mapping) and step in node:
-            yield from _select(node[step], rest)
-        return
-    key, _, wanted = step[1:-1].partition("=")
-    for element in node if isinstance(node, list) else []:
-        if key == "*" or (isinstance(element, Mapping) and str(element.get(key)) == wanted):
-            yield from _select(element, rest)
+def _at(round_: Mapping[str, Any], path: str) -> Any:
+    """What lies at `path` of a round; None where the round has no such thing."""
+    own = source_of_round(int(round_["round"]))
+    node: Any = round_
+    for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path.replace("{own}", own)):
+        if not step.startswith("["):
+            node = node.get(step) if isinstance(node, Mapping) else None
+            continue
+        elements = node if isinstance(node, list) else []
+        key, _, wanted = step[1:-1].partition("=")
+        if key == "-1":
+            node = elements[-1] if elements else None
+        else:
+            node = next((e for e in elements if isinstance(e, Mapping) and str(e.get(key)) == wanted), None)
+    return node
 
 
 def _value(number: Any) -> Value | None:
@@ -220,7 +234,54 @@ def _table() -> dict[str, Measure]:
             compared=False,
         ),
     ]
-    return {measure.name: measure for measure in [*of_a_round, *others]}
+    return {measure.name: measure for measure in [*of_a_round, *others, *_evaluated()]}
+
+
+def _evaluated() -> list[Measure]:
+    """Of `pvg evaluate`: one line each, with the path in a round of its document."""
+    rows: list[tuple[str, str, Style, bool | None, str, str, str]] = [
+        ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
+         "detection", "detection.completeness.value"),
+        ("soundness", "soundness", "share", True, "Own flaws that the round's verifier refuses.",
+         "detection", "detection.sources[source={own}].soundness.value"),
+        ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it refuses.",
+         "detection", "detection.sources[source=base].soundness.value"),
+        ("soundness_attack", "soundness, attack", "share", True, "A fresh src attacker's flaws that it refuses.",
+         "detection", "detection.sources[source=attack-src].soundness.value"),
+        ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
+         "detection", "detection.sources[source={own}].auc.value"),
+        ("best_of_n", "best of n, balanced", "share", True, "Verifier's choice among the most balanced samples.",
+         "best-of-n", "best_of_n[source={own}].balanced[-1].accuracy.value"),
+        ("best_of_n_natural", "best of n", "share", True, "Verifier's choice among the most helpful samples.",
+         "best-of-n", "best_of_n[source={own}].natural[-1].accuracy.value"),
+        ("separability", "separability", "auc", False, "AUC of a probe that tells helpful from sneaky solutions.",
+         "separability", "separability.overall.value"),
+        ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
+         "calibration", "calibration.fitted.ece.value"),
+        ("localisation_gain", "localisation gain", "share", True, "Flaws found in their place, less guessing's.",
+         "localisation", "localisation.gain.value"),
+        ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at the same KL.",
+         "tax", "tax.tax.value"),
+    ]  # fmt: skip
+    attacks = [
+        Measure(
+            f"steps_to_exploit_{kind}",
+            f"steps to exploit, {kind}",
+            "number",
+            True,
+            f"Steps until a fresh sneaky prover, paid by {kind}, had exploited the round's verifier.",
+            steps_to_exploit(kind),
+            part="exploit",
+        )
+        for kind in ("src", "cgc", "goodhart")
+    ]
+    return [
+        *attacks,
+        *(
+            Measure(name, label, style, higher, meaning, of_evaluation(path), part=part)
+            for name, label, style, higher, meaning, part, path in rows
+        ),
+    ]
 
 
 MEASURES = _table()

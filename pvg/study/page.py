@@ -79,8 +79,11 @@ def _cautions(results: StudyResults) -> Html | None:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
+LEFT = "text-align:left"  # of a column that holds no figures
+
+
 def _arm(key: Key) -> Html:
-    return tag("th", swatch(key), " ", key.label)
+    return tag("th", swatch(key), " ", key.label, style=LEFT)
 
 
 def _means(results: StudyResults, keys: dict[str, Key]) -> Section:
@@ -109,7 +112,15 @@ def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> Html:
 
 def _comparisons(results: StudyResults, keys: dict[str, Key]) -> Section:
     measures = {measure.name: measure for measure in results.measures}
-    head = ["measure", "arm", "difference", "95 % interval", "seeds", "p", f"Holm's p of {results.family}"]
+    head = [
+        "measure",
+        tag("th", "arm", style=LEFT),
+        "difference",
+        "95 % interval",
+        "seeds",
+        "p",
+        f"Holm's p of {results.family}",
+    ]
     rows: list[list[Piece]] = []
     before = ""
     for found in results.comparisons:
@@ -125,7 +136,7 @@ def _comparisons(results: StudyResults, keys: dict[str, Key]) -> Section:
 
 
 def _trends(results: StudyResults, keys: dict[str, Key]) -> Section:
-    head = ["measure", "arm", "last − first", "95 % interval", "seeds", "Kendall's tau", "p"]
+    head = ["measure", tag("th", "arm", style=LEFT), "last − first", "95 % interval", "seeds", "Kendall's tau", "p"]
     rows: list[list[Piece]] = []
     for measure in results.measures:
         label = measure.label

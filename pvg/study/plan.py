@@ -33,7 +33,7 @@ from pvg.experiment import (
 )
 from pvg.sections import Count, Section
 from pvg.store.run_directory import RUN_NAME, RunDirectory
-from pvg.study.measures import DEFAULT_MEASURES, Measure, measures_named
+from pvg.study.measures import DEFAULT_MEASURES, MEASURES, Measure, measures_named
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -210,11 +210,7 @@ def load_study(
             f"Arms: {', '.join(arm.name for arm in arms)}.",
         )
     measures = measures_named(file.measures)
-    if file.evaluate is None and (needy := [measure.name for measure in measures if measure.evaluated]):
-        raise ConfigurationError(
-            f"The measure {needy[0]!r} is read from an evaluation, and {path} asks for none.",
-            "Set evaluate = true, or leave the measure out.",
-        )
+    _refuse_unevaluated(file, measures, path)
     at_a_time = processes or file.processes
     plan = StudyPlan(
         name=file.name,
@@ -233,6 +229,30 @@ def load_study(
     )
     chosen = threads is not None or file.threads is not None
     return plan if chosen else replace(plan, threads=_threads_so_far(plan) or plan.threads)
+
+
+def _refuse_unevaluated(file: StudyFile, measures: Sequence[Measure], path: Path) -> None:
+    """Parts of `pvg evaluate` that there are not, and measures whose part is not asked for."""
+    known = sorted({measure.part for measure in MEASURES.values() if measure.part})
+    asked = file.evaluate.parts if file.evaluate else ()
+    if strange := next((part for part in asked if part not in known), None):
+        hint = nearest(strange, known)
+        raise ConfigurationError(
+            f"There is no part {strange!r} of an evaluation ({path})." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"Known: {', '.join(known)}.",
+        )
+    for measure in measures:
+        if measure.part and file.evaluate is None:
+            raise ConfigurationError(
+                f"The measure {measure.name!r} is read from an evaluation, and {path} asks for none.",
+                "Set evaluate = true, or leave the measure out.",
+            )
+        if measure.part and asked and measure.part not in asked:
+            raise ConfigurationError(
+                f"The measure {measure.name!r} is read from the part {measure.part!r} of an evaluation, which {path} "
+                "does not ask for.",
+                f"Add {measure.part!r} to the parts, or leave the measure out.",
+            )
 
 
 def _threads_so_far(plan: StudyPlan) -> int | None:
@@ -328,8 +348,8 @@ TABLES: dict[str, type[Section]] = {"arm": ArmEntry, "evaluate": Evaluate}
 
 
 def _explained(error: ValidationError, path: Path) -> ConfigurationError:
-    """The first complaint of pydantic in one line, with the nearest valid key."""
-    first = error.errors()[0]
+    """The first complaint of pydantic in one line, with the nearest valid key. A wrong key explains a missing one."""
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     place = [str(part) for part in first["loc"]]
     key = ".".join(place)
     if first["type"] == "extra_forbidden":

@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 import orjson
 
 from pvg.errors import StateError
+from pvg.experiment import leaves
 from pvg.store.lock import exclusive
 from pvg.study import child
 from pvg.study.cells import (
@@ -142,9 +143,7 @@ def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
 
 def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
     """`pvg evaluate` for a cell whose game is complete."""
-    from pvg.experiment import leaves
-
-    parts = [word for part in evaluate.parts for word in ("--part", part)]
+    parts = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
     settings = [word for key, value in leaves(evaluate.changes) for word in ("--set", f"{key}={_toml(value)}")]
     return ["evaluate", str(cell.run.path), *parts, *settings, "--json"]
 

@@ -41,7 +41,7 @@ def spread_text(measure: MeasureRecord, summary: Summary) -> str:
         return f"{100 * summary.censored:.0f} % not found"
     if summary.low is not None and summary.high is not None:
         return _from_to(value_text(measure, summary.low), value_text(measure, summary.high))
-    return "one seed" if summary.n == 1 else "none of two"
+    return "one seed" if summary.n == 1 else f"no interval of {summary.n}"
 
 
 def range_text(measure: MeasureRecord, summary: Summary) -> str:
