@@ -1,5 +1,6 @@
 """A `pvg` that plays nothing: it makes the run, commits a complete game, and tells what the real one tells. For the
-tests of who starts it. `behaviour.json` in the current folder says what a cell does instead: {"NAME": "crash"}.
+tests of who starts it; it imports nothing of pvg, so that it is there at once. `behaviour.json` in the current folder
+says what a cell does instead: {"NAME": "crash"}.
 
   crash: an error document and exit code 1       die: SIGKILL of itself       defect: a traceback, exit code 70
   wait: commits, waits for a signal, and says when it is there; at SIGINT it commits and ends with 130
@@ -7,15 +8,18 @@ tests of who starts it. `behaviour.json` in the current folder says what a cell 
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+import tomllib
 from pathlib import Path
 
-from pvg.experiment import load_experiment
-from pvg.store import FileStateStore, RunDirectory
+import orjson
 
 
 def main() -> None:
@@ -24,13 +28,16 @@ def main() -> None:
         evaluate(Path(target), options)
         return
     assert word == "train"
-    experiment = load_experiment(Path(target))
+    settings = tomllib.loads(Path(target).read_text())
     if options[0] == "--resume":
-        run = RunDirectory(Path(options[1]))
+        run = Path(options[1])
     else:
-        run = RunDirectory.create(experiment.store.root, options[1], experiment)
-    with run.lock():
-        play(run, behaviour_of(run.name), experiment.seed)
+        run = Path(settings["store"]["root"]) / options[1]
+        run.mkdir()
+        shutil.copy(target, run / "experiment.toml")
+    with open(run / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        play(run, behaviour_of(run.name), settings["seed"])
 
 
 def behaviour_of(name: str) -> str:
@@ -38,7 +45,7 @@ def behaviour_of(name: str) -> str:
     return json.loads(file.read_text()).get(name, "") if file.is_file() else ""
 
 
-def play(run: RunDirectory, behaviour: str, seed: int) -> None:
+def play(run: Path, behaviour: str, seed: int) -> None:
     with open("played.txt", "a") as told:
         told.write(f"{run.name} {os.getpid()}\n")
     if behaviour == "crash":
@@ -59,7 +66,7 @@ def play(run: RunDirectory, behaviour: str, seed: int) -> None:
     print(json.dumps({"status": "complete"}))
 
 
-def stop(run: RunDirectory) -> None:
+def stop(run: Path) -> None:
     commit(run, "train_prover", round=1, step=3, rounds=[{"helpful_accuracy": 0.5}])
     sys.exit(130)
 
@@ -77,7 +84,7 @@ def attack(status: str, steps: int | None) -> dict[str, object]:
     return {"kind": "src", "status": status, "limit": 200, "steps": steps}
 
 
-# As pvg.evaluation.report has it, as far as measures read it.
+# As `pvg evaluate` writes it, as far as measures read it.
 EVALUATION = {
     "rounds": [
         {"round": 0, "exploit": [attack("found", 40)], "detection": {"completeness": {"value": 0.5}}},
@@ -86,9 +93,14 @@ EVALUATION = {
 }
 
 
-def commit(run: RunDirectory, phase: str, **state: object) -> None:
+def commit(run: Path, phase: str, **changes: object) -> None:
+    """As pvg.store.state writes it."""
     plain = {"phase": phase, "round": 0, "step": 0, "shards": [], "rounds": [], "code_version": "x", "machine": "y"}
-    FileStateStore(run.state).save({**plain, **state})
+    state = {**plain, **changes}
+    checksum = hashlib.sha256(orjson.dumps([1, state], option=orjson.OPT_SORT_KEYS)).hexdigest()
+    written = run / "state.json.new"
+    written.write_bytes(orjson.dumps({"schema": 1, "checksum": checksum, "state": state}))
+    written.rename(run / "state.json")
 
 
 main()

@@ -244,9 +244,9 @@ def test_a_damaged_cell_is_told_as_one() -> None:
 
 def test_two_processes_do_not_play_one_study() -> None:
     folder = StudyFolder(small().folder)
-    with folder.lock(), pytest.raises(UsageError, match=f"'small' is being played by process {os.getpid()}"):
-        with folder.lock():
-            pass
+    again = pytest.raises(UsageError, match=f"'small' is being played by process {os.getpid()}")
+    with folder.lock(), again, folder.lock():
+        pass
     (folder.path / "experiment.toml").touch()
     with pytest.raises(UsageError, match="is a run, not a study"), folder.lock():
         pass
@@ -262,7 +262,8 @@ def test_a_child_dies_with_its_owner() -> None:
     code = (
         "import os, subprocess, sys, time\n"
         "sleeper = [sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)']\n"
-        f"p = subprocess.Popen([sys.executable, {child.__file__!r}, str(os.getpid()), *sleeper], stdout=subprocess.PIPE)\n"
+        f"command = [sys.executable, {child.__file__!r}, str(os.getpid()), *sleeper]\n"
+        "p = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
         "p.stdout.readline()\n"
         "print(p.pid, flush=True)\ntime.sleep(60)\n"
     )
