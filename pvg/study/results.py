@@ -28,6 +28,7 @@ from pvg.study.measures import Measure, RunFacts, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.statistics import Comparison, Summary, Trend, compare, holm, summarise, trend
 from pvg.study.values import Value
+from pvg.version import code_version
 
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("study.schema.json")
@@ -136,8 +137,6 @@ class StudyResults(Record):
 
 def collect(plan: StudyPlan, command: str) -> StudyResults:
     """Read every cell that is complete and compute what they say together."""
-    from pvg.game.run import code_version
-
     folder = StudyFolder(plan.folder)
     facts: dict[tuple[str, int], RunFacts] = {}
     cells = []

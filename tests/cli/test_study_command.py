@@ -32,11 +32,11 @@ game.mint_problems = 24
 verifier.steps = 2
 verifier.pairs = 4
 verifier.held_out = 0.3
-training.steps = 30
+training.steps = 12
 training.groups = 2
 evaluation.problems = 4
 evaluation.samples = 1
-store.commit_every = 2
+store.commit_every = 1
 
 [[arm]]
 name = "cgc"
@@ -124,7 +124,7 @@ def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     for said in (
         "2 arms x 2 seeds = 4 games",
         "game.reward=src",
-        "64 of 64 optimizer steps to go, 1 at a time, 1 threads",
+        "64 of 64 optimizer steps to go",
     ):
         assert said in called.out, said
     assert not Path("runs").exists()
@@ -168,25 +168,38 @@ def test_report_points_to_a_studys_page(small: str) -> None:
     assert pvg("report", "runs/small/cgc-seed-001", "--json").document["status"] == "complete"
 
 
-# --- real games ------------------------------------------------------------------------------------------------------
+# --- signals and real games -------------------------------------------------------------------------------------------
+
+# `pvg study` as a process of its own, its games played by the stand-in.
+STUDY = "import sys, cli.study; cli.study.pvg_command = lambda: {pvg!r}; from cli.main import app; app(prog_name='pvg')"
 
 
-def start_tiny() -> subprocess.Popen[str]:
-    Path("tiny.toml").write_text(TINY)
-    command = [*ENTRY, "study", "tiny.toml"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_ctrl_c_stops_at_commit_points_and_says_how_to_go_on(small: str) -> None:
+    behave(cgc_seed_000="wait")
+    command = [sys.executable, "-c", STUDY.format(pvg=PVG), "study", "small", "--json"]
+    study = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_a_commit(study, "small", ["cgc-seed-000"])
+    pid = int(Path("played.txt").read_text().split()[1])
+    study.send_signal(signal.SIGINT)
+    out, err = study.communicate(timeout=120)
+    assert study.returncode == 130
+    assert is_gone(pid)
+    assert json.loads(out)["status"] == "stopped"
+    for said in ("stopping 1 at their next commit point", "cgc-seed-000 stopped at a commit point",
+                 "Stopped. Go on with: pvg study small"):  # fmt: skip
+        assert said in err, said
+    behave()
+    again = pvg("study", small)
+    assert again.code == 0
+    assert "cgc-seed-000 resumes" in again.err
 
 
-def wait_for_a_commit(cells: list[str]) -> list[int]:
-    """The processes of the cells, once each has committed in its prover's phase."""
-    deadline = time.monotonic() + 300
-    runs = [Path("runs/tiny") / cell for cell in cells]
-    while not all(
-        (run / "state.json").exists() and b"train_prover" in (run / "state.json").read_bytes() for run in runs
-    ):
-        assert time.monotonic() < deadline
+def wait_for_a_commit(owner: subprocess.Popen[str], study: str, cells: list[str]) -> None:
+    """Until each of the cells has committed in its prover's phase."""
+    states = [Path("runs") / study / cell / "state.json" for cell in cells]
+    while not all(state.exists() and b"train_prover" in state.read_bytes() for state in states):
+        assert owner.poll() is None, "the study ended by itself"
         time.sleep(0.05)
-    return [int((run / "lock").read_text()) for run in runs]
 
 
 def is_gone(pid: int) -> bool:
@@ -197,33 +210,27 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
 
 
-def test_killed_and_interrupted_a_study_goes_on_to_what_it_would_have_been() -> None:
+def test_a_killed_study_leaves_no_game_behind_and_goes_on_to_what_it_would_have_been() -> None:
+    Path("tiny.toml").write_text(TINY)
     cells = ["cgc-seed-000", "src-seed-000"]
-    study = start_tiny()
-    pids = wait_for_a_commit(cells)
-    second = subprocess.run([*ENTRY, "study", "tiny.toml"], capture_output=True, text=True, check=False, timeout=120)
-    assert (second.returncode, "is being played by process" in second.stderr) == (2, True)
+    study = subprocess.Popen(
+        [*ENTRY, "study", "tiny.toml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+    )
+    wait_for_a_commit(study, "tiny", cells)
+    pids = [int((Path("runs/tiny") / cell / "lock").read_text()) for cell in cells]
+    second = pvg("study", "tiny.toml")
+    assert (second.code, "is being played by process" in second.err) == (2, True)
     study.kill()
-    study.communicate()
+    study.wait()
     deadline = time.monotonic() + 20
-    while not all(is_gone(pid) for pid in pids):  # nobody goes on unseen
+    while not all(is_gone(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
-    study = start_tiny()
-    while "begins" not in (line := study.stderr.readline()) and "resumes" not in line:  # type: ignore[union-attr]
-        assert line, study.communicate()
-    time.sleep(1.0)  # anywhere between its first import and its last step
-    study.send_signal(signal.SIGINT)
-    out, err = study.communicate(timeout=300)
-    if study.returncode == 130:  # and not so late that nothing was left to stop
-        assert "stopping" in err
-        assert "Stopped. Go on with: pvg study tiny.toml" in err
-        assert "play on: what is complete is kept" in out
-
-    done = subprocess.run([*ENTRY, "study", "tiny.toml", "--json"], capture_output=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    results = {found["arm"]: found for found in json.loads(done.stdout)["results"] if found["measure"] == "kl"}
+    done = pvg("study", "tiny.toml", "--json")
+    assert done.code == 0, done.err
+    assert "src-seed-000 resumes" in done.err
+    assert [found["summary"]["n"] for found in done.document["results"]] == [1] * 4
     # The same game without a study, never killed.
     plain = subprocess.run(
         [*ENTRY, "train", "runs/tiny/cells/src-seed-000.toml", "--name", "plain"], capture_output=True, check=False
@@ -231,4 +238,3 @@ def test_killed_and_interrupted_a_study_goes_on_to_what_it_would_have_been() -> 
     assert plain.returncode == 0, plain.stderr
     one, other = (Path("runs/tiny") / name / "state.json" for name in ("plain", "src-seed-000"))
     assert json.loads(one.read_bytes())["state"]["rounds"] == json.loads(other.read_bytes())["state"]["rounds"]
-    assert results["src"]["summary"]["n"] == 1

@@ -90,6 +90,12 @@ def test_a_study_in_the_folder_hides_the_shipped_one() -> None:
         find_study("qick")
 
 
+def test_the_example_of_the_docs_is_a_study() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
+    plan = small(page.split("```toml\n")[1].split("```")[0])
+    assert (len(plan.arms), plan.reference) == (6, "kl-0.01-cgc")
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 

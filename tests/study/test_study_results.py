@@ -167,7 +167,6 @@ def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
         "[[arm]]",
         "It <b>broke</b>.",
         "1 of 14 games",
-        "failed",
     ):
         assert said in page.text, said
     bands = [attributes for name, attributes in page.tags if name == "path" and "range" in str(attributes.get("class"))]
