@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pvg.study.results import StudyResults
-from pvg.study.words import cautions, comparison_cells, middle_text, range_text, spread_text, trend_cells
+from pvg.study.words import cautions, comparison_cells, counted, middle_text, range_text, spread_text, trend_cells
 
 
 def markdown_text(results: StudyResults) -> str:
@@ -22,7 +22,7 @@ def markdown_text(results: StudyResults) -> str:
         parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in told))
     parts.append(
         f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, pvg {results.pvg}, {results.cpu}, "
-        f"{results.threads} threads each, {results.created}."
+        f"{counted(results.threads, 'thread')} each, {results.created}."
     )
     return "\n\n".join(parts) + "\n"
 

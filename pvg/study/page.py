@@ -18,6 +18,7 @@ from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
 from pvg.study.words import (
     cautions,
     comparison_cells,
+    counted,
     middle_text,
     range_text,
     spread_text,
@@ -65,7 +66,7 @@ def _facts(results: StudyResults) -> Html:
             ("games complete", f"{results.complete} of {len(results.cells)}"),
             ("compared with", results.reference),
             ("time of all games", duration(sum(cell.seconds or 0.0 for cell in results.cells))),
-            ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {results.threads} threads each"),
+            ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {counted(results.threads, 'thread')} each"),
             ("pvg", results.pvg),
         ]
     )
@@ -93,19 +94,22 @@ def _means(results: StudyResults, keys: dict[str, Key]) -> Section:
         [_arm(keys[arm.name]), *(_mean(measure, results, arm.name) for measure in results.measures)]
         for arm in results.arms
     ]
-    lead = "After the last round: the mean over seeds, and below it its 95 % interval (Student's t)."
+    lead = "After the last round: the mean over seeds; below it its 95 % interval (Student's t), or of two the range."
     return Section("table", "Results", [table(head, rows, "figures")], lead)
 
 
 def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> Html:
     found = results.result(arm, measure.name).summary
+    below = spread_text(measure, found)
+    if found.n > 1 and found.low is None and not found.censored:
+        below = f"range {range_text(measure, found)}"
     of = "" if found.n == len(results.seeds) else f" ({found.n} of {len(results.seeds)})"
     return tag(
         "td",
         tag("strong", middle_text(measure, found)),
         span("quiet", of) if of else None,
         tag("br"),
-        span("quiet", spread_text(measure, found)),
+        span("quiet", below),
         title=f"range {range_text(measure, found)}",
     )
 

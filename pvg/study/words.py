@@ -113,6 +113,10 @@ def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
     ]
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def cell_text(cell: CellRecord) -> str:
     return f"{cell.arm} seed {cell.seed}"
 
@@ -129,7 +133,7 @@ def cautions(results: StudyResults) -> list[str]:
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
         found.append(
-            f"With {most} {'seed' if most == 1 else 'seeds'} there is no interval worth the name; "
+            f"With {counted(most, 'seed')} there is no interval worth the name; "
             "it takes three, and a table that is to convince somebody takes five or more."
         )
     if any(result.summary.censored for result in results.results):
@@ -152,7 +156,7 @@ def _on_p_values(results: StudyResults) -> list[str]:
     if not pairs or not results.family:
         return []
     least, family = least_p(pairs), results.family
-    said = f"With {pairs} {'pair' if pairs == 1 else 'pairs'} no p value can be below {least:.3g}"
+    said = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
     if least > LEVEL:
         said += f": no difference can be called significant at {LEVEL}, however large"
     elif min(1.0, least * family) > LEVEL:
