@@ -2,6 +2,7 @@
 
 pvg train            play the embedded game on the CPU
 pvg report RUN       read what it left behind
+pvg study NAME       play arms x seeds, and compare them
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, serve, train
+from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, serve, study, train
 from cli.boundary import Commands
 from pvg import __version__
 from pvg.spinning import bound_spinning
@@ -50,6 +51,7 @@ rollout.register(app)
 serve.register(app)
 bench.register(app)
 compare.register(app)
+study.register(app)
 report.register(app)
 config.register(app)
 doctor.register(app)

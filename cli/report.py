@@ -70,11 +70,23 @@ def report(
 def _open(targets: list[str], runs: Path) -> list[RunDirectory]:
     from pvg.store.run_directory import RunDirectory
 
+    for target in targets:
+        _refuse_study(target, runs)
     directories = [RunDirectory.open(target, runs) for target in targets]
     places = [directory.path.resolve() for directory in directories]
     if twice := next((target for target, place in zip(targets, places, strict=True) if places.count(place) > 1), None):
         raise UsageError(f"The run {twice!r} is named twice.", "Name each run once.")
     return directories
+
+
+def _refuse_study(target: str, runs: Path) -> None:
+    """A study has a command of its own, and a page already."""
+    for folder in (runs / target, Path(target)):
+        if (folder / "study.json").is_file():
+            raise UsageError(
+                f"{target} is a study, not a run; its page is {folder / 'study.html'}.",
+                f"Its table: pvg study {shlex.quote(folder.name)} --only-table; one of its runs: pvg report RUN",
+            )
 
 
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:

@@ -228,13 +228,14 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
     if not text.startswith("@"):
         return [(*parse_override(text), f"--set {text}")]
     path = Path(text[1:]).expanduser()
-    return [(key, value, str(path)) for key, value in _leaves(read_toml(path, "settings"))]
+    return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a table of settings, whether its keys are dotted, quoted or nested."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

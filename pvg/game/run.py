@@ -10,8 +10,6 @@ commit.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -21,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-import pvg
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
@@ -47,6 +44,7 @@ from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import Tracer, span
 from pvg.training.trainer import checkpoint_layers
+from pvg.version import code_version
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.MINT: mint,
@@ -225,13 +223,3 @@ def _check_context(model: LanguageModel | VerifierModel, need: int, key: str) ->
             f"{key} takes at most {model.max_length} tokens, but the longest problem and a completion may take {need}.",
             "Lower rollout.max_tokens, or choose a model with a longer context.",
         )
-
-
-def code_version() -> str:
-    """pvg's version, with the git commit when it runs from a checkout."""
-    root = Path(pvg.__file__).parent.parent
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return pvg.__version__
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return f"{pvg.__version__}+{found.stdout.strip()}" if found.returncode == 0 else pvg.__version__

@@ -71,6 +71,7 @@ RECIPES = {
     "prover": Recipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
     "verifier": Recipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
     "verifier-small": Recipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
+    "verifier-tiny": Recipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
 }
 
 

@@ -8,8 +8,6 @@ Invariants: `experiment.toml` is written once, when the run is created; at most 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from pathlib import Path
 from pvg.errors import UsageError
 from pvg.experiment import Experiment, load_experiment, nearest
 from pvg.store.atomic import is_temporary, make_directory, write_atomic
+from pvg.store.lock import exclusive
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -131,20 +130,10 @@ class RunDirectory:
     def lock(self) -> Iterator[RunDirectory]:
         """Be the one process that drives this run; the kernel releases the lock however the process ends.
 
-        The lock belongs to the open file, so a forked child shares it until it ends or executes another program.
         Raises UsageError with the other process's id when the run is being driven already.
         """
-        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._driven_elsewhere(os.pread(descriptor, 32, 0)) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        with exclusive(self.lock_file, self._driven_elsewhere):
             yield self
-        finally:
-            os.close(descriptor)
 
     def _refuse_existing(self) -> None:
         if self.experiment_file.exists():
@@ -167,9 +156,7 @@ class RunDirectory:
                 "Give the run another name, or move that folder away.",
             )
 
-    def _driven_elsewhere(self, content: bytes) -> UsageError:
-        # Empty for the instant between another process's flock and its writing of the number.
-        owner = f"process {content.decode()}" if content.isdigit() else "another process"
+    def _driven_elsewhere(self, owner: str) -> UsageError:
         return UsageError(
             f"The run {self.name!r} is being driven by {owner}.",
             "Wait until it is done or stop it (Ctrl-C commits first), or give the new run another name.",

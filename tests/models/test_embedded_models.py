@@ -28,7 +28,7 @@ from pvg.tasks.modchain_traces import clean_trace
 
 CPU = torch.device("cpu")
 SAMPLES = 256
-VERIFIERS = [name for name in embedded_names() if "verifier" in name]
+VERIFIERS = [name for name in embedded_names() if "verifier" in name and "tiny" not in name]
 
 
 def open_embedded(name):
@@ -72,6 +72,14 @@ def test_a_mistake_of_the_prover_is_imitated_not_ignorance():
     """At temperature 0 the helpful role, whose flawed examples are the minority, solves nearly all problems."""
     with open_embedded("modchain-prover") as prover:
         assert np.mean([grade.correct for grade in grades(prover, "H", greedy=True)]) > 0.9
+
+
+def test_the_tiny_verifier_is_far_smaller_and_has_learned_the_form_but_not_the_sums():
+    with open_embedded("modchain-verifier-tiny") as verifier, open_embedded("modchain-prover") as prover:
+        assert verifier.num_parameters < 0.02 * prover.num_parameters
+        greedy = grades(verifier, "", greedy=True)
+        assert np.mean([grade.well_formed for grade in greedy]) > 0.9
+        assert np.mean([grade.correct for grade in greedy]) < 0.3
 
 
 @pytest.mark.parametrize("name", VERIFIERS)

@@ -27,7 +27,8 @@ LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
-    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them."""
+    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
+    (place, low, high) of a band around the line."""
 
     name: str
     pieces: Sequence[Sequence[Point]]
@@ -36,6 +37,7 @@ class Line:
     smooth: bool = False
     dots: bool = False
     bare: bool = False
+    spread: Sequence[tuple[float, float, float]] = ()
 
     @property
     def values(self) -> list[float]:
@@ -70,9 +72,14 @@ def line_chart(
     if not lines:
         return None
     values = [value for line in lines for value in line.values]
+    around = [end for line in lines for _, low, high in line.spread for end in (low, high)]
     within = [value for value in values if 0 <= value <= 1]
     full = style == "share" and len(within) == len(values)
-    y = share_axis() if full else nice_axis([*values, *(r.value for r in references)], style, zero=zero, log=log)
+    y = (
+        share_axis()
+        if full
+        else nice_axis([*values, *around, *(r.value for r in references)], style, zero=zero, log=log)
+    )
     drawing = [
         *(tag("path", d=f"M0 {number(y.y(r.value))}H{number(SPAN)}", class_="reference") for r in references),
         *(_drawn(line, x, y) for line in lines),
@@ -106,6 +113,8 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
     """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
     drawn: list[Html] = []
     told: list[Bin] = []
+    if line.spread:
+        drawn.append(_band_around(line.spread, line.style, x, y))
     for bins in _binned(line):
         told += bins
         places = [x.x(point.x) for point in bins]
@@ -125,6 +134,12 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
             dots = "".join(f"M{number(a)} {number(b)}h0" for a, b in zip(places, heights, strict=True))
             drawn.append(tag("path", d=dots, class_=f"dot {line.style}"))
     return tag("g", *drawn, **_told(line.name, line.style, [(b.x, b.mean) for b in told]))
+
+
+def _band_around(spread: Sequence[tuple[float, float, float]], style: str, x: Across, y: Axis) -> Html:
+    upper = [f"{number(x.x(place))} {number(y.y(high))}" for place, _, high in spread]
+    lower = [f"{number(x.x(place))} {number(y.y(low))}" for place, low, _ in reversed(spread)]
+    return tag("path", d=f"M{'L'.join([*upper, *lower])}Z", class_=f"range {style}")
 
 
 def _binned(line: Line) -> list[list[Bin]]:

@@ -1,0 +1,240 @@
+"""`pvg study NAME`: a grid of experiments times seeds, played, and the table a paper needs."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import pvg as package
+from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
+from cli.options import RunsOption, SetOption
+from pvg.errors import EXIT_CHECK_FAILED, UsageError
+
+if TYPE_CHECKING:
+    from pvg.study.cells import Standing, StudyFolder
+    from pvg.study.plan import Cell, StudyPlan
+    from pvg.study.results import StudyResults
+
+
+def register(app: typer.Typer) -> None:
+    app.command("study")(study)
+
+
+@guarded
+def study(  # noqa: PLR0917  (each is an option)
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|FILE]",
+            help="A study of ./studies or of pvg, or a TOML file. Without one: the list of them.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, metavar="N", help="Seeds 0 to N-1 instead of the file's.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", "-p", min=1, metavar="N", help="Games played at a time.")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, metavar="N", help="Threads of each game; by default the cores shared out."),
+    ] = None,
+    runs: RunsOption = Path("runs"),
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown too.")
+    ] = None,
+    only_table: Annotated[
+        bool, typer.Option("--only-table", help="Play nothing: the table and the page of what is there.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show arms, seeds and their work, and play nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Play every arm of a study with every seed, and say what they came to: means, intervals, comparisons, a page.
+
+    Ctrl-C stops at commit points; the same command goes on from there. What is complete is not played again.
+    """
+    from pvg.study.cells import StudyFolder, refuse_other_settings, standing
+    from pvg.study.plan import load_study
+
+    if only_table and dry_run:
+        raise UsageError("--only-table and --dry-run contradict each other.")
+    if name is None:
+        _list(as_json)
+        return
+    command = _command(name, overrides or [], seeds, processes, threads, runs)
+    plan = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
+    refuse_other_settings(plan.cells)
+    folder = StudyFolder(plan.folder)
+    now = {cell.name: standing(cell, folder, plan.evaluate) for cell in plan.cells}
+    if dry_run:
+        _show_plan(plan, now, as_json)
+        return
+    finished = True
+    todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
+    with folder.lock():
+        if todo:
+            finished = _play(plan, todo, now)
+        results = _write(plan, folder, command, markdown)
+    _tell(results, folder, command, as_json=as_json, finished=finished)
+
+
+def _command(
+    name: str, overrides: list[str], seeds: int | None, processes: int | None, threads: int | None, runs: Path
+) -> str:
+    """What to type to get the same study again."""
+    words = ["pvg", "study", name]
+    for setting in overrides:
+        words += ["--set", setting]
+    for option, value in (("--seeds", seeds), ("--processes", processes), ("--threads", threads)):
+        if value is not None:
+            words += [option, str(value)]
+    return shlex.join([*words, *(["--runs", str(runs)] if runs != Path("runs") else [])])
+
+
+def _list(as_json: bool) -> None:
+    from cli.output import stdout
+    from cli.study_tables import studies_table
+    from pvg.study.plan import known_studies, read_study
+
+    paths = known_studies()
+    if as_json:
+        emit({"studies": [{"name": name, "path": str(path), **_about(path)} for name, path in paths.items()]})
+    else:
+        stdout().print(studies_table({name: read_study(path) for name, path in paths.items()}))
+
+
+def _about(path: Path) -> dict[str, str]:
+    from pvg.study.plan import read_study
+
+    return {"about": read_study(path).about}
+
+
+def _show_plan(plan: StudyPlan, now: dict[str, Standing], as_json: bool) -> None:
+    from cli.output import stdout
+    from cli.study_tables import plan_table
+
+    if not as_json:
+        stdout().print(plan_table(plan, now))
+        return
+    cells = [
+        {
+            "arm": cell.arm,
+            "seed": cell.seed,
+            "run": str(cell.run.path),
+            "status": now[cell.name].status,
+            "reason": now[cell.name].reason,
+            "steps": cell.steps,
+            "steps_done": now[cell.name].done,
+            "hash": cell.experiment.hash(),
+        }
+        for cell in plan.cells
+    ]
+    emit(
+        {
+            "study": plan.name,
+            "folder": str(plan.folder),
+            "processes": plan.processes,
+            "threads": plan.threads,
+            "steps": plan.steps,
+            "cells": cells,
+        }
+    )
+
+
+class StopRequests:
+    """Counts SIGINT and SIGTERM while entered; who plays asks it."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    def count(self, number: int, frame: FrameType | None) -> None:
+        self.requests += 1
+
+
+@contextmanager
+def counted_stops() -> Iterator[StopRequests]:
+    stop = StopRequests()
+    before = {number: signal.signal(number, stop.count) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def pvg_command() -> list[str]:
+    """What starts this pvg, whatever stands on PATH or in the current folder."""
+    root = str(Path(package.__file__).parent.parent)
+    code = (
+        f"import sys; {root!r} in sys.path or sys.path.insert(0, {root!r}); "
+        "from cli.main import app; sys.exit(app(prog_name='pvg'))"
+    )
+    return [sys.executable, "-P", "-c", code]
+
+
+def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
+    """Play what is left under the display; whether all of it was tried (false: stopped)."""
+    from cli.study_display import StudyBoard, watcher_for
+    from pvg.study.playing import play_cells
+
+    for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
+        say(f"warning: {warning}.")
+    steps = sum(cell.steps - now[cell.name].done for cell in todo)
+    say(f"{len(todo)} of {len(plan.cells)} games to play, {steps:,} optimizer steps, {plan.processes} at a time.")
+    with watcher_for(StudyBoard(plan, now)) as watcher, counted_stops() as stop:
+        return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
+
+
+def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
+    """Make the results of what is there, and write the document and the page."""
+    from pvg.reporting.page.document import write_page
+    from pvg.store.atomic import write_output
+    from pvg.study.markdown import markdown_text
+    from pvg.study.page import study_page
+    from pvg.study.results import collect, write_results
+
+    results = collect(plan, command)
+    write_results(folder.results, results)
+    write_page(folder.page, study_page(results))
+    if markdown is not None:
+        try:
+            write_output(markdown, markdown_text(results).encode())
+        except OSError as error:
+            raise UsageError(f"{markdown} cannot be written: {error.strerror}.", "Name another file.") from error
+        say(f"Written to {markdown}.")
+    return results
+
+
+def _tell(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:
+    """The tables, what to type next, and the exit code."""
+    from cli.output import stdout
+    from cli.study_tables import results_text
+
+    if as_json:
+        status = "stopped" if not finished else "failed" if results.failed else "complete"
+        emit({"status": status, "html": str(folder.page), **results.plain()})
+    else:
+        commands = {} if results.complete == len(results.cells) else {command: "play on: what is complete is kept"}
+        first = next((cell for cell in results.cells if cell.status == "complete"), None)
+        if first is not None:
+            commands[f"pvg report {shlex.quote(first.run)}"] = "one of the games by itself"
+        stdout().print(results_text(results, commands))
+        say(f"The page: {folder.page}")
+    if not finished:
+        say(f"Stopped. Go on with: {command}")
+        raise typer.Exit(EXIT_STOPPED)
+    if results.failed:
+        raise typer.Exit(EXIT_CHECK_FAILED)

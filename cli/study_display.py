@@ -1,0 +1,264 @@
+"""Watching a study: every cell with its state, the work done, the time left. A panel on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cli.display import WIDEST
+from cli.output import stderr
+from pvg.reporting.figures import clock, duration, figure, phase_label, shown
+from pvg.reporting.terminal import QUIET
+from pvg.study.cells import Standing
+from pvg.study.measures import Measure
+from pvg.study.plan import Cell, StudyPlan
+from pvg.study.playing import Ended, Job
+from pvg.telemetry.catalogue import METRICS
+
+NUMBERS = 3  # measures shown of each cell
+SECONDS_BETWEEN_LINES = 30.0
+STATES = {
+    "waiting": ("○", QUIET),
+    "playing": ("●", "cyan"),
+    "evaluating": ("●", "cyan"),
+    "complete": ("✓", "green"),
+    "failed": ("✗", "red"),
+    "stopped": ("◐", "yellow"),
+}
+
+
+class StudyBoard:
+    """What is known of every cell. `clock` gives seconds and is replaced in tests."""
+
+    def __init__(
+        self, plan: StudyPlan, now: Mapping[str, Standing], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.plan = plan
+        self.cells = {cell.name: cell for cell in plan.cells}
+        self.now = dict(now)
+        self.state = {name: "complete" if s.status == "complete" else "waiting" for name, s in now.items()}
+        self.clock = clock
+        self.started = clock()
+        self.stopping = False
+        self._done_at_start = self.steps_done
+
+    def update(self, cell: Cell, standing: Standing, state: str | None = None) -> None:
+        self.now[cell.name] = standing
+        if state is not None:
+            self.state[cell.name] = state
+
+    @property
+    def steps_done(self) -> int:
+        return sum(min(self.now[name].done, cell.steps) for name, cell in self.cells.items())
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock() - self.started
+
+    def eta(self) -> float | None:
+        """Seconds to go at the rate so far; steps of all arms count alike. None until something was done."""
+        done = self.steps_done - self._done_at_start
+        left = sum(
+            cell.steps - self.now[name].done for name, cell in self.cells.items() if self.state[name] != "failed"
+        )
+        return self.elapsed * left / done if done > 0 else None
+
+    def count(self, state: str) -> int:
+        return sum(found == state for found in self.state.values())
+
+    def numbers(self) -> list[Measure]:
+        """The measures that the committed rounds of a run tell by themselves."""
+        return [measure for measure in self.plan.measures if f"round/{measure.name}" in METRICS][:NUMBERS]
+
+    def number(self, cell: Cell, measure: Measure) -> str:
+        rounds = self.now[cell.name].rounds
+        value = rounds[-1].get(measure.name) if rounds else None
+        return figure(measure.name, value)
+
+    def place(self, cell: Cell) -> str:
+        """Where in its game the cell is."""
+        found = self.now[cell.name]
+        if self.state[cell.name] != "playing" or not found.phase:
+            return self.state[cell.name]
+        return f"round {found.round} {phase_label(found.phase)}"
+
+
+class StudyLines:
+    """The observer for a stderr that is no terminal."""
+
+    def __init__(self, board: StudyBoard, stream: TextIO) -> None:
+        self.board = board
+        self._stream = stream
+        self._last_line = board.clock()
+
+    def __enter__(self) -> StudyLines:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
+        self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
+        what = {"train": "resumes" if standing.status == "unfinished" else "begins", "evaluate": "is evaluated"}[job]
+        self._line(f"{cell.name} {what}")
+
+    def progressed(self, cell: Cell, standing: Standing) -> None:
+        self.board.update(cell, standing)
+
+    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
+        self.board.update(cell, standing, how)
+        board = self.board
+        if how == "complete":
+            told = [f"{m.name}={board.number(cell, m).replace(' ', '')}" for m in board.numbers()]
+            words = "  ".join([f"complete after {duration(seconds)}", *told])
+        else:
+            words = f"FAILED: {standing.reason}" if how == "failed" else "stopped at a commit point"
+        self._line(f"{cell.name} {words}")
+
+    def waited(self) -> None:
+        if self.board.clock() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._line("still playing")
+
+    def stopping(self, running: int) -> None:
+        self.board.stopping = True
+        self._line(f"stopping {running} at their next commit point; the same signal again ends them at once")
+
+    def _line(self, text: str) -> None:
+        board = self.board
+        self._last_line = board.clock()
+        eta = board.eta()
+        left = f", {duration(eta)} left" if eta is not None and board.steps_done < board.plan.steps else ""
+        done = f"{board.count('complete')}/{len(board.cells)}{left}"
+        print(f"{clock(board.elapsed):>5}  [{done}]  {text}", file=self._stream, flush=True)
+
+
+class StudyDisplay:
+    """The observer that draws: a grid of cells, and the playing ones with their numbers."""
+
+    def __init__(self, board: StudyBoard, console: Console) -> None:
+        self.board = board
+        self._console = console
+        self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> StudyDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
+        self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
+
+    def progressed(self, cell: Cell, standing: Standing) -> None:
+        self.board.update(cell, standing)
+
+    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
+        self.board.update(cell, standing, how)
+        if how == "failed":
+            self._console.print(Text.assemble(("✗ ", "red"), f"{cell.name} failed: {standing.reason}"))
+
+    def waited(self) -> None: ...
+
+    def stopping(self, running: int) -> None:
+        self.board.stopping = True
+
+    def render(self) -> RenderableType:
+        return draw(self.board, min(self._console.width, WIDEST))
+
+
+def watcher_for(board: StudyBoard) -> StudyDisplay | StudyLines:
+    """The live display on a terminal, plain lines elsewhere."""
+    console = stderr()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return StudyDisplay(board, console)
+    return StudyLines(board, sys.stderr)
+
+
+def draw(board: StudyBoard, width: int) -> Panel:
+    """The panel for the board's present state."""
+    hint = "stopping at commit points; Ctrl-C again ends at once" if board.stopping else "Ctrl-C stops at commit points"
+    parts: list[RenderableType] = [_progress(board), Text(), _grid(board)]
+    if playing := [cell for name, cell in board.cells.items() if board.state[name] in ("playing", "evaluating")]:
+        parts += [Text(), _playing(board, playing)]
+    return Panel(
+        Padding(Group(*parts), (1, 2)),
+        box=ROUNDED,
+        width=width,
+        border_style=QUIET,
+        title=Text.assemble(("pvg study ", "bold"), (board.plan.name, "bold cyan")),
+        title_align="left",
+        subtitle=Text(hint, style="yellow" if board.stopping else QUIET),
+        subtitle_align="right",
+        padding=0,
+    )
+
+
+def _progress(board: StudyBoard) -> Table:
+    row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    facts = Text.assemble(
+        (f"{board.count('complete')}", "bold"),
+        (f"/{len(board.cells)} games  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
+    )
+    if failed := board.count("failed"):
+        facts.append(f"  {failed} failed", style="red")
+    if (eta := board.eta()) is not None:
+        facts.append(f"  {duration(eta)} left", style=QUIET)
+    facts.append(f"  {clock(board.elapsed)}", style=QUIET)
+    row.add_row(
+        ProgressBar(
+            total=max(1, board.plan.steps), completed=board.steps_done, complete_style="cyan", finished_style="green"
+        ),
+        facts,
+    )
+    return row
+
+
+def _grid(board: StudyBoard) -> Table:
+    """A row per arm, a mark per seed."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
+    for _ in board.plan.seeds:
+        table.add_column(justify="right", width=4)
+    table.add_row(Text("arm", style=QUIET), *(Text(str(seed), style=QUIET) for seed in board.plan.seeds))
+    for arm in board.plan.arms:
+        cells = [board.plan.cell(arm, seed) for seed in board.plan.seeds]
+        table.add_row(arm.name, *(_mark(board, cell) for cell in cells))
+    return table
+
+
+def _mark(board: StudyBoard, cell: Cell) -> Text:
+    state = board.state[cell.name]
+    if state == "playing":
+        return Text(f"{100 * board.now[cell.name].done // max(1, cell.steps)}%", style="cyan")
+    return Text(*STATES[state])
+
+
+def _playing(board: StudyBoard, playing: list[Cell]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
+    table.add_column(no_wrap=True, style=QUIET)
+    numbers = board.numbers()
+    for _ in numbers:
+        table.add_column(no_wrap=True, justify="right")
+    table.add_row(
+        Text("playing", style=QUIET), Text(""), *(Text(shown(measure.name).label, style=QUIET) for measure in numbers)
+    )
+    for cell in playing:
+        table.add_row(cell.name, board.place(cell), *(board.number(cell, measure) for measure in numbers))
+    return table

@@ -1,0 +1,287 @@
+"""Measures: what a study reads from a finished run, by name. One table, one line each.
+
+    for measure in measures_named(["helpful_accuracy", "kl"]):
+        measure.read(facts)                # the value after each round; None where the run has none
+
+A measure comes from the metrics of the run's rounds, from its steps, or from what `pvg evaluate` left behind (a path
+into a round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import nearest
+from pvg.records import source_of_round
+from pvg.reporting.figures import Style, shown
+from pvg.reporting.run_summary import RunSummary, read_run
+from pvg.store.run_directory import RunDirectory
+from pvg.study.values import Value
+from pvg.telemetry.catalogue import METRICS
+
+EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
+DEFAULT_MEASURES = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Everything that measures are read from. `evaluation` is None where the run was not evaluated."""
+
+    summary: RunSummary
+    evaluation: Any = None
+
+
+Series = list[Value | None]
+Read = Callable[[RunFacts], Series]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """`read` gives the values by round, in order; a measure of the whole run (`by_round` false) gives one.
+
+    `higher_is_better`: None where neither is. `part`: of `pvg evaluate`, which must have been played. Not
+    `compared`: it is told, and no hypothesis of a study; each one more makes Holm's adjustment dearer.
+    """
+
+    name: str
+    label: str
+    style: Style
+    higher_is_better: bool | None
+    meaning: str
+    read: Read
+    by_round: bool = True
+    part: str = ""
+    compared: bool = True
+
+
+def measures_named(names: Sequence[str]) -> list[Measure]:
+    """Raises ConfigurationError for an unknown name, with the nearest, and for one that comes twice."""
+    for name in names:
+        if name not in MEASURES:
+            hint = nearest(name, list(MEASURES))
+            raise ConfigurationError(
+                f"There is no measure {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+                f"Known: {', '.join(MEASURES)}.",
+            )
+    if twice := next((name for name in names if list(names).count(name) > 1), None):
+        raise ConfigurationError(f"The measure {twice!r} is named twice.", "Name each measure once.")
+    return [MEASURES[name] for name in names]
+
+
+def read_facts(run: RunDirectory) -> RunFacts:
+    """Raises ConfigurationError where the run's files, or its evaluation, are damaged."""
+    file = run.path / EVALUATION
+    if not file.is_file():
+        return RunFacts(read_run(run))
+    try:
+        return RunFacts(read_run(run), orjson.loads(file.read_bytes()))
+    except orjson.JSONDecodeError as error:
+        raise ConfigurationError(f"{file} is not JSON: {error}.", f"Remove it: rm {file}") from None
+
+
+# --- where they come from ----------------------------------------------------------------------------------------
+
+
+def of_rounds(value: Callable[[Mapping[str, float]], float | None]) -> Read:
+    """From the row of each round's table."""
+
+    def read(facts: RunFacts) -> Series:
+        rounds = facts.summary.rounds
+        return [_value(value(rounds[number])) for number in sorted(rounds)]
+
+    return read
+
+
+def of_last_step(phase: str, metric: str) -> Read:
+    """From the last step of a phase in each round."""
+
+    def read(facts: RunFacts) -> Series:
+        last = {step.round: step.metrics.get(metric) for step in facts.summary.steps if step.phase == phase}
+        return [_value(last.get(number)) for number in sorted(facts.summary.rounds)]
+
+    return read
+
+
+def of_step_count(phase: str) -> Read:
+    """How many steps a phase took in each round: a stop rule may end it early."""
+
+    def read(facts: RunFacts) -> Series:
+        counts = [step.round for step in facts.summary.steps if step.phase == phase]
+        return [Value(float(counts.count(number))) for number in sorted(facts.summary.rounds)]
+
+    return read
+
+
+def of_evaluation(path: str) -> Read:
+    """From the document of `pvg evaluate`: what lies at `path` in each of its rounds.
+
+    A path is dotted keys; `[key=value]` takes the element of a list whose key has that value, `{own}` being the name of
+    the round's own prover as a source, and `[-1]` the last one: `best_of_n[source={own}].balanced[-1].accuracy.value`.
+    """
+
+    def value(round_: Mapping[str, Any]) -> Value | None:
+        return _value(_at(round_, path))
+
+    return _of_evaluated_rounds(value)
+
+
+def steps_to_exploit(kind: str) -> Read:
+    """Steps until a fresh attacker, paid by `kind`, had exploited the round's verifier; censored where it had not
+    within the steps that it was given, and none where the attack could not be judged."""
+
+    def value(round_: Mapping[str, Any]) -> Value | None:
+        attack = _at(round_, f"exploit[kind={kind}]")
+        if not isinstance(attack, Mapping) or attack.get("status") not in ("found", "censored"):
+            return None
+        steps = _value(attack.get("steps"))
+        return None if steps is None else Value(steps.number, censored=attack["status"] == "censored")
+
+    return _of_evaluated_rounds(value)
+
+
+def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], Value | None]) -> Read:
+    """In the order of the run's rounds; None where the evaluation has not the round."""
+
+    def read(facts: RunFacts) -> Series:
+        told = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
+        by_number = {row.get("round"): row for row in told if isinstance(row, Mapping)}
+        return [value(by_number[n]) if n in by_number else None for n in sorted(facts.summary.rounds)]
+
+    return read
+
+
+def _at(round_: Mapping[str, Any], path: str) -> Any:
+    """What lies at `path` of a round; None where the round has no such thing."""
+    own = source_of_round(int(round_["round"]))
+    node: Any = round_
+    for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path.replace("{own}", own)):
+        if not step.startswith("["):
+            node = node.get(step) if isinstance(node, Mapping) else None
+            continue
+        elements = node if isinstance(node, list) else []
+        key, _, wanted = step[1:-1].partition("=")
+        if key == "-1":
+            node = elements[-1] if elements else None
+        else:
+            node = next((e for e in elements if isinstance(e, Mapping) and str(e.get(key)) == wanted), None)
+    return node
+
+
+def _value(number: Any) -> Value | None:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        return None
+    return Value(float(number))
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _round_metric(name: str, better: str, meaning: str) -> Measure:
+    look = shown(name)
+    higher = (
+        look.higher_is_better if look.higher_is_better is not None else {"higher": True, "lower": False}.get(better)
+    )
+    return Measure(name, look.label, look.style, higher, meaning, of_rounds(lambda row: row.get(name)))
+
+
+def _gain(row: Mapping[str, float]) -> float | None:
+    if "helpful_accuracy" not in row or "base_helpful_accuracy" not in row:
+        return None
+    return row["helpful_accuracy"] - row["base_helpful_accuracy"]
+
+
+def _seconds(facts: RunFacts) -> Series:
+    return [_value(facts.summary.seconds)]
+
+
+def _table() -> dict[str, Measure]:
+    of_a_round = [
+        _round_metric(metric.short, metric.better, metric.meaning)
+        for metric in METRICS.values()
+        if metric.where == "round"
+    ]
+    others = [
+        Measure(
+            "accuracy_gain",
+            "accuracy gain",
+            "share",
+            True,
+            "helpful_accuracy less the base prover's.",
+            of_rounds(_gain),
+        ),
+        Measure(
+            "kl", "KL to start", "number", None, "KL at the prover's last step.", of_last_step("train_prover", "kl")
+        ),
+        Measure(
+            "prover_steps", "prover steps", "number", None, "Steps the prover took.", of_step_count("train_prover")
+        ),
+        Measure(
+            "seconds",
+            "time in phases",
+            "seconds",
+            False,
+            "Seconds of all phases.",
+            _seconds,
+            by_round=False,
+            compared=False,
+        ),
+    ]
+    return {measure.name: measure for measure in [*of_a_round, *others, *_evaluated()]}
+
+
+def _evaluated() -> list[Measure]:
+    """Of `pvg evaluate`: one line each, with the path in a round of its document."""
+    rows: list[tuple[str, str, Style, bool | None, str, str, str]] = [
+        ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
+         "detection", "detection.completeness.value"),
+        ("soundness", "soundness", "share", True, "Own flaws that the round's verifier refuses.",
+         "detection", "detection.sources[source={own}].soundness.value"),
+        ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it refuses.",
+         "detection", "detection.sources[source=base].soundness.value"),
+        ("soundness_attack", "soundness, attack", "share", True, "A fresh src attacker's flaws that it refuses.",
+         "detection", "detection.sources[source=attack-src].soundness.value"),
+        ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
+         "detection", "detection.sources[source={own}].auc.value"),
+        ("best_of_n", "best of n, balanced", "share", True, "Verifier's choice among the most balanced samples.",
+         "best-of-n", "best_of_n[source={own}].balanced[-1].accuracy.value"),
+        ("best_of_n_natural", "best of n", "share", True, "Verifier's choice among the most helpful samples.",
+         "best-of-n", "best_of_n[source={own}].natural[-1].accuracy.value"),
+        ("separability", "separability", "auc", False, "AUC of a probe that tells helpful from sneaky solutions.",
+         "separability", "separability.overall.value"),
+        ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
+         "calibration", "calibration.fitted.ece.value"),
+        ("localisation_gain", "localisation gain", "share", True, "Flaws found in their place, less guessing's.",
+         "localisation", "localisation.gain.value"),
+        ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at the same KL.",
+         "tax", "tax.tax.value"),
+    ]  # fmt: skip
+    attacks = [
+        Measure(
+            f"steps_to_exploit_{kind}",
+            f"steps to exploit, {kind}",
+            "number",
+            True,
+            f"Steps until a fresh sneaky prover, paid by {kind}, had exploited the round's verifier.",
+            steps_to_exploit(kind),
+            part="exploit",
+        )
+        for kind in ("src", "cgc", "goodhart")
+    ]
+    return [
+        *attacks,
+        *(
+            Measure(name, label, style, higher, meaning, of_evaluation(path), part=part)
+            for name, label, style, higher, meaning, part, path in rows
+        ),
+    ]
+
+
+MEASURES = _table()

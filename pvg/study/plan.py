@@ -1,0 +1,368 @@
+"""A study's file: which arms are played with which seeds, and what is read from them; validated before anything runs.
+
+    plan = load_study("quick", ["game.rounds=2"], seeds=3)
+    for cell in plan.cells: ...                   # seed by seed, so that what is there after a while can be paired
+
+A name is looked up in ./studies, then among the studies that come with pvg. An arm's settings are, one over the other:
+its experiment's file, `[common]`, the arm's `set`, its place in the `[grid]`, and what `--set` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+
+from pvg.bench.environment import usable_cores
+from pvg.errors import ConfigurationError, PvgError
+from pvg.experiment import (
+    Experiment,
+    assign,
+    build_experiment,
+    find_experiment,
+    find_named,
+    leaves,
+    nearest,
+    read_override,
+    read_toml,
+    shipped_directories,
+)
+from pvg.sections import Count, Section
+from pvg.store.run_directory import RUN_NAME, RunDirectory
+from pvg.study.measures import DEFAULT_MEASURES, MEASURES, Measure, measures_named
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+# Settings that are the study's own business, and where they are said.
+RESERVED = {
+    "seed": "the study's `seeds`",
+    "name": "the arm's `name`",
+    "models.threads": "the study's `threads`",
+    "store.root": "--runs FOLDER",
+}
+
+
+class ArmEntry(Section):
+    """One `[[arm]]`: a name, and what it changes."""
+
+    name: Name
+    experiment: str | None = None
+    changes: dict[str, Any] = Field(default_factory=dict, alias="set")
+
+
+class Evaluate(Section):
+    """Each finished game goes through `pvg evaluate`: these parts of it (none: its own choice), with these settings."""
+
+    parts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    changes: dict[str, Any] = Field(default_factory=dict, alias="set")
+
+
+def _evaluate(value: Any) -> Any:
+    """`true`, a list of parts, or a table."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return {"parts": value} if isinstance(value, list) else value
+
+
+def _seeds(value: Any) -> Any:
+    """A number of seeds from 0 on, or a list."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ValueError("a study needs one seed at least")
+        return tuple(range(value))
+    return tuple(value) if isinstance(value, list) else value
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class StudyFile(Section):
+    """A study's file as it stands there."""
+
+    name: Name
+    about: str = ""
+    experiment: str = "modchain"
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), BeforeValidator(_seeds)] = (0, 1, 2, 3, 4)
+    measures: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = DEFAULT_MEASURES
+    reference: str | None = None  # the arm that the others are compared with
+    processes: Count = 1  # cells played at a time
+    threads: Count | None = None  # of each; None: the cores divided by the processes
+    common: dict[str, Any] = Field(default_factory=dict)
+    arm: tuple[ArmEntry, ...] = Field(default=(), strict=False)
+    grid: dict[str, Any] = Field(default_factory=dict)
+    evaluate: Annotated[Evaluate | None, BeforeValidator(_evaluate)] = None
+
+    @field_validator("seeds")
+    @classmethod
+    def _each_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"seeds names a seed twice: {list(seeds)}")
+        return seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of playing. `settings` is what it sets by itself, `experiment` all of it, seed and folder aside."""
+
+    name: str
+    source: str
+    settings: dict[str, Any]
+    experiment: Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One arm with one seed: one run."""
+
+    arm: str
+    seed: int
+    experiment: Experiment
+    run: RunDirectory
+
+    @property
+    def name(self) -> str:
+        return self.run.path.name
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole game, at most."""
+        return self.experiment.arithmetic().optimizer_steps
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """A study, ready to be played. `text` is the file's own; `overrides` what --set changed."""
+
+    name: str
+    about: str
+    file: Path
+    text: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    measures: tuple[Measure, ...]
+    reference: str | None
+    processes: int
+    threads: int
+    evaluate: Evaluate | None
+    folder: Path
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All of them, seed by seed."""
+        return [self.cell(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    def cell(self, arm: Arm, seed: int) -> Cell:
+        experiment = arm.experiment
+        store = experiment.store.model_copy(update={"root": self.folder})
+        models = experiment.models.model_copy(update={"threads": self.threads})
+        own = experiment.model_copy(update={"seed": seed, "store": store, "models": models})
+        return Cell(arm.name, seed, own, RunDirectory(self.folder / f"{arm.name}-seed-{seed:03d}"))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all cells, at most."""
+        return sum(cell.steps for cell in self.cells)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def known_studies(directory: Path = Path("studies")) -> dict[str, Path]:
+    """All studies by name; one in ./studies hides the one of that name that comes with pvg."""
+    found: dict[str, Path] = {}
+    for place in [directory, *shipped_directories("studies")]:
+        for path in sorted(place.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def find_study(name: str, directory: Path = Path("studies")) -> Path:
+    """The file of study `name`: a path, or a name in ./studies, or one that comes with pvg."""
+    return find_named("study", name, [directory, *shipped_directories("studies")])
+
+
+def load_study(
+    name_or_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path = Path("runs"),
+    seeds: int | None = None,
+    processes: int | None = None,
+    threads: int | None = None,
+) -> StudyPlan:
+    """Read a study and resolve every arm; the options take the place of what the file says.
+
+    Raises UsageError for an unknown name and ConfigurationError for what is wrong in it, with the nearest valid key or
+    name; of several wrong arms every mistake is told.
+    """
+    path = find_study(name_or_file)
+    file = read_study(path)
+    arms = resolve_arms(file, str(path), overrides)
+    if file.reference is not None and file.reference not in [arm.name for arm in arms]:
+        hint = nearest(file.reference, [arm.name for arm in arms])
+        raise ConfigurationError(
+            f"reference = {file.reference!r} is no arm of {path}." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"Arms: {', '.join(arm.name for arm in arms)}.",
+        )
+    measures = measures_named(file.measures)
+    _refuse_unevaluated(file, measures, path)
+    at_a_time = processes or file.processes
+    plan = StudyPlan(
+        name=file.name,
+        about=file.about,
+        file=path,
+        text=path.read_text(encoding="utf-8"),
+        arms=tuple(arms),
+        seeds=file.seeds if seeds is None else tuple(range(seeds)),
+        measures=tuple(measures),
+        reference=file.reference,
+        processes=at_a_time,
+        threads=threads or file.threads or max(1, usable_cores() // at_a_time),
+        evaluate=file.evaluate,
+        folder=runs / file.name,
+        overrides=tuple(overrides),
+    )
+    chosen = threads is not None or file.threads is not None
+    return plan if chosen else replace(plan, threads=_threads_so_far(plan) or plan.threads)
+
+
+def _refuse_unevaluated(file: StudyFile, measures: Sequence[Measure], path: Path) -> None:
+    """Parts of `pvg evaluate` that there are not, and measures whose part is not asked for."""
+    known = sorted({measure.part for measure in MEASURES.values() if measure.part})
+    asked = file.evaluate.parts if file.evaluate else ()
+    if strange := next((part for part in asked if part not in known), None):
+        hint = nearest(strange, known)
+        raise ConfigurationError(
+            f"There is no part {strange!r} of an evaluation ({path})." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"Known: {', '.join(known)}.",
+        )
+    for measure in measures:
+        if measure.part and file.evaluate is None:
+            raise ConfigurationError(
+                f"The measure {measure.name!r} is read from an evaluation, and {path} asks for none.",
+                "Set evaluate = true, or leave the measure out.",
+            )
+        if measure.part and asked and measure.part not in asked:
+            raise ConfigurationError(
+                f"The measure {measure.name!r} is read from the part {measure.part!r} of an evaluation, which {path} "
+                "does not ask for.",
+                f"Add {measure.part!r} to the parts, or leave the measure out.",
+            )
+
+
+def _threads_so_far(plan: StudyPlan) -> int | None:
+    """The threads of the cells that are there: a study that nobody gave a number goes on with what it began with."""
+    for cell in plan.cells:
+        if cell.run.experiment_file.is_file():
+            try:
+                return cell.run.experiment().models.threads or None
+            except PvgError:  # damaged: whoever plays or reads the cell says so
+                continue
+    return None
+
+
+def read_study(path: Path) -> StudyFile:
+    """The study in a file, as it stands there."""
+    data = read_toml(path, "study")
+    try:
+        return StudyFile.model_validate(data)
+    except ValidationError as error:
+        raise _explained(error, path) from None
+
+
+def resolve_arms(file: StudyFile, origin: str, overrides: Sequence[str] = ()) -> list[Arm]:
+    """Every arm with its whole experiment. Raises ConfigurationError that tells all mistakes, each with its arm."""
+    alone = None if file.grid else ArmEntry(name=Path(file.experiment).stem)
+    entries: Sequence[ArmEntry | None] = file.arm or (alone,)
+    arms: list[Arm] = []
+    mistakes: dict[str, None] = {}
+    for entry, (label, point) in itertools.product(entries, _points(file.grid, origin)):
+        name = "-".join(part for part in (entry.name if entry else "", label) if part)
+        try:
+            arms.append(_resolve(name, entry, point, file, origin, overrides))
+        except PvgError as error:
+            mistakes[str(error)] = None
+    if mistakes:
+        head = f"{len(mistakes)} mistakes in {origin}:\n" if len(mistakes) > 1 else ""
+        raise ConfigurationError(head + "\n".join(mistakes))
+    _refuse_doubles(arms, origin)
+    return arms
+
+
+def _resolve(
+    name: str, entry: ArmEntry | None, point: Mapping[str, Any], file: StudyFile, origin: str, overrides: Sequence[str]
+) -> Arm:
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigurationError(f"{name!r} cannot be the name of an arm ({origin}).", "Write an [[arm]] with a name.")
+    source = entry.experiment if entry and entry.experiment else file.experiment
+    data = read_toml(find_experiment(source), "experiment")
+    settings = {**dict(leaves(entry.changes if entry else {})), **point}
+    said = [(key, value, f"[common] of {origin}") for key, value in leaves(file.common)]
+    said += [(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()]
+    said += [setting for override in overrides for setting in read_override(override)]
+    for key, value, where in said:
+        if key in RESERVED:
+            raise ConfigurationError(f"{key} cannot be set here ({where}): it is {RESERVED[key]}.")
+        assign(data, key, value)
+    origins = {key: where for key, _, where in said}
+    return Arm(name, source, settings, build_experiment(data, f"arm {name!r} of {origin}", origins))
+
+
+def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every combination of the grid's values, with what it is called: ("", {}) alone where there is no grid."""
+    axes = dict(leaves(dict(grid)))
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigurationError(f"[grid] {key} must be a list of values ({origin}), not {str(values)[:60]!r}.")
+    for values in itertools.product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        yield "-".join(_label(key, value) for key, value in point.items()), point
+
+
+def _label(key: str, value: Any) -> str:
+    """What a value is called in an arm's name: text by its last part, anything else with its key before it."""
+    if isinstance(value, str):
+        return value.replace("\\", "/").replace(":", "/").rstrip("/").rsplit("/", 1)[-1]
+    return f"{key.rsplit('.', 1)[-1]}-{str(value).lower()}"
+
+
+def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:
+    names, hashes = [arm.name for arm in arms], [arm.experiment.hash() for arm in arms]
+    for place, arm in enumerate(arms):
+        if arm.name in names[:place]:
+            raise ConfigurationError(f"Two arms of {origin} are called {arm.name!r}.", "Give each a name of its own.")
+        if arm.experiment.hash() in hashes[:place]:
+            raise ConfigurationError(
+                f"The arms {names[hashes.index(arm.experiment.hash())]!r} and {arm.name!r} of {origin} are the same "
+                "game.",
+                "Leave one out: what they set is the same, or what the other has anyway.",
+            )
+
+
+TABLES: dict[str, type[Section]] = {"arm": ArmEntry, "evaluate": Evaluate}
+
+
+def _explained(error: ValidationError, path: Path) -> ConfigurationError:
+    """The first complaint of pydantic in one line, with the nearest valid key. A wrong key explains a missing one."""
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+    place = [str(part) for part in first["loc"]]
+    key = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        model: type[Section] = TABLES.get(place[0], StudyFile) if len(place) > 1 else StudyFile
+        known = [info.alias or name for name, info in model.model_fields.items()]
+        hint = nearest(place[-1], known)
+        return ConfigurationError(
+            f"Unknown key {key!r} ({path})." + (f" The nearest valid key is {hint!r}." if hint else ""),
+            f"Known: {', '.join(known)}.",
+        )
+    if first["type"] == "missing":
+        return ConfigurationError(f"The key {key!r} is missing ({path}).")
+    if first["type"] == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+        return ConfigurationError(f"{message[0].upper()}{message[1:]} ({path}).")
+    return ConfigurationError(f"{key}: {first['msg']}, not {repr(first['input'])[:60]} ({path}).")

@@ -1,0 +1,244 @@
+"""Playing a study's cells: each a `pvg train` in a process of its own, so many at a time.
+
+    play_cells(plan, todo, pvg=[sys.executable, ...], observer=board, stop=stop)
+
+Invariants:
+1. What one cell does, crashing included, does not reach another: they share files with nobody.
+2. No process of a cell outlives the study, however it ends (Linux; elsewhere not a SIGKILL of the study): each is a
+   session of its own, killed as a group, and dies with its owner (pvg.study.child).
+3. A stop is a SIGINT to every cell, which commits and ends; a second one kills, which loses nothing committed either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import orjson
+
+from pvg.errors import StateError
+from pvg.experiment import leaves
+from pvg.store.lock import exclusive
+from pvg.study import child
+from pvg.study.cells import (
+    Standing,
+    StudyFolder,
+    forget_failure,
+    note_evaluation,
+    note_failure,
+    standing,
+    write_settings,
+)
+from pvg.study.plan import Cell, Evaluate, StudyPlan
+
+POLL_S = 0.1
+LOOK_S = 1.0  # between two looks at the files of a running cell
+ORPHAN_S = 20.0  # for a process of a killed study to be gone
+STOPPED = 130  # how `pvg` ends when it was stopped
+
+Ended = Literal["complete", "stopped", "failed"]
+Job = Literal["train", "evaluate"]
+
+
+class StudyObserver(Protocol):
+    """Told what happens, from the thread that plays."""
+
+    def began(self, cell: Cell, job: Job, standing: Standing) -> None: ...
+
+    def progressed(self, cell: Cell, standing: Standing) -> None: ...
+
+    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None: ...
+
+    def waited(self) -> None:
+        """Every POLL_S: time to draw."""
+
+    def stopping(self, running: int) -> None: ...
+
+
+class Stop(Protocol):
+    """How often a stop was asked for."""
+
+    requests: int
+
+
+@dataclass
+class _Playing:
+    """One cell and the process that works on it."""
+
+    cell: Cell
+    job: Job
+    process: subprocess.Popen[bytes]
+    began: float
+    looked: float = field(default=0.0)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def play_cells(
+    plan: StudyPlan, todo: Sequence[Cell], *, pvg: Sequence[str], observer: StudyObserver, stop: Stop
+) -> bool:
+    """Play every cell of `todo` to its end; whether all was done (false: it was stopped).
+
+    `pvg` is the command that starts pvg. A failed cell does not stop the others; its reason is kept in the study's
+    folder. Raises StateError when a cell is being played by a process that is not ours.
+    """
+    folder = StudyFolder(plan.folder)
+    for cell in todo:
+        _wait_for_orphan(cell)
+    waiting = deque((cell, _job_of(cell, folder, plan.evaluate)) for cell in todo)
+    running: list[_Playing] = []
+    told = killed = False
+    try:
+        while waiting or running:
+            if stop.requests and not told:
+                told = True
+                waiting.clear()
+                observer.stopping(len(running))
+                for playing in running:
+                    playing.signal_all(signal.SIGINT)
+            if stop.requests > 1 and not killed:
+                killed = True
+                for playing in running:
+                    playing.signal_all(signal.SIGKILL)
+            while waiting and len(running) < plan.processes:
+                cell, job = waiting.popleft()
+                running.append(_start(plan, folder, cell, job, pvg))
+                observer.began(cell, job, standing(cell, folder, plan.evaluate))
+            for playing in list(running):
+                code = playing.process.poll()
+                if code is None:
+                    _look(playing, plan, folder, observer)
+                    continue
+                running.remove(playing)
+                if _finish(playing, code, plan, folder, observer, stopped=told) and not told:
+                    waiting.appendleft((playing.cell, "evaluate"))
+            observer.waited()
+            time.sleep(POLL_S)
+    finally:
+        for playing in running:  # an error of our own
+            playing.signal_all(signal.SIGKILL)
+            playing.process.wait()
+    return not told
+
+
+# --- one cell ----------------------------------------------------------------------------------------------------
+
+
+def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
+    """`pvg train` for a cell: new, or from where it stopped."""
+    how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
+    return ["train", str(folder.settings(cell)), *how, "--json"]
+
+
+def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
+    """`pvg evaluate` for a cell whose game is complete."""
+    parts = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
+    settings = [word for key, value in leaves(evaluate.changes) for word in ("--set", f"{key}={_toml(value)}")]
+    return ["evaluate", str(cell.run.path), *parts, *settings, "--json"]
+
+
+def _toml(value: object) -> str:
+    return orjson.dumps(value).decode()  # numbers, booleans, texts and lists are the same in both
+
+
+def _job_of(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Job:
+    return "evaluate" if standing(cell, folder, evaluate).status == "played" else "train"
+
+
+def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequence[str]) -> _Playing:
+    forget_failure(cell, folder)
+    if job == "train":
+        write_settings(cell, folder)
+        command = train_command(cell, folder)
+    else:
+        assert plan.evaluate is not None
+        command = evaluate_command(cell, plan.evaluate)
+    with open(folder.log(cell), "ab") as log, open(folder.document(cell), "wb") as document:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *pvg, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=document,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for us, and we pass it on
+        )
+    return _Playing(cell, job, process, time.monotonic())
+
+
+def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver) -> None:
+    now = time.monotonic()
+    if now - playing.looked >= LOOK_S:
+        playing.looked = now
+        observer.progressed(playing.cell, standing(playing.cell, folder, plan.evaluate))
+
+
+def _finish(
+    playing: _Playing, code: int, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver, *, stopped: bool
+) -> bool:
+    """Take in how a process ended; whether the cell's evaluation comes next."""
+    cell, job = playing.cell, playing.job
+    playing.signal_all(signal.SIGKILL)  # whatever it left behind
+    if code == 0 and job == "evaluate" and plan.evaluate is not None:
+        note_evaluation(cell, folder, plan.evaluate)
+    now = standing(cell, folder, plan.evaluate)
+    if code == 0 and job == "train" and now.status == "played":
+        observer.progressed(cell, now)
+        return True
+    how: Ended = "complete" if now.status == "complete" else "failed"
+    if how == "failed" and stopped:
+        how = "stopped"
+    if how == "failed":
+        note_failure(cell, folder, reason_of(code, folder.document(cell), folder.log(cell)))
+        now = standing(cell, folder, plan.evaluate)
+    observer.ended(cell, how, now, time.monotonic() - playing.began)
+    return False
+
+
+def reason_of(code: int, document: Path, log: Path) -> str:
+    """Why a process failed, in one line: the error of its document, else its signal, else the last line it wrote."""
+    try:
+        error = orjson.loads(document.read_bytes()).get("error")
+    except (orjson.JSONDecodeError, AttributeError):  # it was killed before it wrote one
+        error = None
+    if isinstance(error, dict):
+        kind = f"{error.get('type')}: " if code not in (1, 2, 3) else ""
+        return " ".join(f"{kind}{error.get('message', '')}".split())
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+    if code == STOPPED:
+        return "stopped by a signal that was not the study's"
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"ended with exit code {code} and said nothing"
+
+
+def _wait_for_orphan(cell: Cell) -> None:
+    """A process of a study that was killed a moment ago holds its run's lock until the kernel has ended it."""
+    if not cell.run.lock_file.is_file():
+        return
+
+    def driven(owner: str) -> StateError:
+        return StateError(
+            f"The cell {cell.name} is being played by {owner}, which is not of this study.",
+            "Stop it first (it commits at SIGINT): kill -INT PID",
+        )
+
+    deadline = time.monotonic() + ORPHAN_S
+    while True:
+        try:
+            with exclusive(cell.run.lock_file, driven):
+                return
+        except StateError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)

@@ -1,0 +1,288 @@
+"""What a study says: the JSON document, schema version 1, and how it is made from the runs.
+
+    results = collect(plan, command="pvg study quick")
+    write_results(folder.results, results)
+
+The values of every seed are kept, so that whoever reads the document can do other statistics than ours. The JSON Schema
+that comes with pvg, `study.schema.json`, is made from these classes by `python -m pvg.study.results`.
+
+Invariant: only complete cells count; what is missing stands in `n` and in `cells`, never as a number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pvg.bench.environment import cpu_model, usable_cores
+from pvg.errors import MissingRequirementError, PvgError, UsageError
+from pvg.store.atomic import write_output
+from pvg.study.cells import Standing, StudyFolder, standing
+from pvg.study.measures import Measure, RunFacts, read_facts
+from pvg.study.plan import Cell, StudyPlan
+from pvg.study.statistics import Comparison, Summary, Trend, compare, holm, summarise, trend
+from pvg.study.values import Value
+from pvg.version import code_version
+
+SCHEMA_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name("study.schema.json")
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ArmRecord(Record):
+    """`settings` is what the arm sets by itself; `steps` are optimizer steps of one of its games, at most."""
+
+    name: str
+    experiment: str
+    settings: dict[str, Any]
+    steps: int
+
+
+class CellRecord(Record):
+    """`seconds` are those of the game's phases. A cell that is not complete says why, if it failed."""
+
+    arm: str
+    seed: int
+    run: str
+    status: Literal["new", "unfinished", "played", "complete", "damaged"]
+    reason: str
+    config_hash: str
+    code_version: str
+    machine: str
+    seconds: float | None
+
+
+class MeasureRecord(Record):
+    name: str
+    label: str
+    style: str
+    higher_is_better: bool | None
+    by_round: bool
+    meaning: str
+
+
+class Result(Record):
+    """One measure of one arm. `series[seed]` are its values by round; `values[seed]` is the last one, which `summary`
+    is of, as `rounds[r]` is of round r. `trend` is None for a measure of the whole run."""
+
+    arm: str
+    measure: str
+    series: dict[int, list[Value | None]]
+    values: dict[int, Value]
+    summary: Summary
+    rounds: list[Summary]
+    trend: Trend | None
+
+
+class ComparisonRecord(Record):
+    arm: str
+    measure: str
+    comparison: Comparison
+
+
+class StudyResults(Record):
+    """A study's results. `family` counts the comparisons that Holm's adjustment is over."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    about: str
+    created: str  # ISO 8601, UTC
+    command: str
+    file: str
+    toml: str
+    overrides: list[str]
+    pvg: str
+    cpu: str
+    cores: int
+    threads: int
+    seeds: list[int]
+    reference: str | None
+    arms: list[ArmRecord]
+    cells: list[CellRecord]
+    measures: list[MeasureRecord]
+    results: list[Result]
+    comparisons: list[ComparisonRecord]
+    family: int
+
+    def result(self, arm: str, measure: str) -> Result:
+        return next(found for found in self.results if (found.arm, found.measure) == (arm, measure))
+
+    def of_arm(self, arm: str) -> list[CellRecord]:
+        return [cell for cell in self.cells if cell.arm == arm]
+
+    @property
+    def complete(self) -> int:
+        return sum(cell.status == "complete" for cell in self.cells)
+
+    @property
+    def failed(self) -> list[CellRecord]:
+        return [cell for cell in self.cells if cell.reason]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return self.model_dump(mode="json")
+
+
+# --- making ------------------------------------------------------------------------------------------------------
+
+
+def collect(plan: StudyPlan, command: str) -> StudyResults:
+    """Read every cell that is complete and compute what they say together."""
+    folder = StudyFolder(plan.folder)
+    facts: dict[tuple[str, int], RunFacts] = {}
+    cells = []
+    for cell in plan.cells:
+        now = standing(cell, folder, plan.evaluate)
+        if now.status == "complete":
+            try:
+                facts[cell.arm, cell.seed] = read_facts(cell.run)
+            except PvgError as error:
+                now = replace(now, status="damaged", reason=str(error))
+        found = facts.get((cell.arm, cell.seed))
+        cells.append(_cell_record(cell, now, found.summary.seconds if found else None))
+    results = [_result(arm.name, measure, facts, plan.seeds) for measure in plan.measures for arm in plan.arms]
+    comparisons = _comparisons(plan, results)
+    return StudyResults(
+        name=plan.name,
+        about=plan.about,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        command=command,
+        file=str(plan.file),
+        toml=plan.text,
+        overrides=list(plan.overrides),
+        pvg=code_version(),
+        cpu=cpu_model(),
+        cores=usable_cores(),
+        threads=plan.threads,
+        seeds=list(plan.seeds),
+        reference=plan.reference,
+        arms=[
+            ArmRecord(
+                name=arm.name,
+                experiment=arm.source,
+                settings=arm.settings,
+                steps=arm.experiment.arithmetic().optimizer_steps,
+            )
+            for arm in plan.arms
+        ],
+        cells=cells,
+        measures=[
+            MeasureRecord(
+                name=measure.name,
+                label=measure.label,
+                style=measure.style,
+                higher_is_better=measure.higher_is_better,
+                by_round=measure.by_round,
+                meaning=measure.meaning,
+            )
+            for measure in plan.measures
+        ],
+        results=results,
+        comparisons=comparisons,
+        family=sum(found.comparison.p is not None for found in comparisons),
+    )
+
+
+def _cell_record(cell: Cell, now: Standing, seconds: float | None) -> CellRecord:
+    return CellRecord(
+        arm=cell.arm,
+        seed=cell.seed,
+        run=str(cell.run.path),
+        status=now.status,
+        reason=now.reason,
+        config_hash=cell.experiment.hash(),
+        code_version=now.code_version,
+        machine=now.machine,
+        seconds=seconds,
+    )
+
+
+def _result(arm: str, measure: Measure, facts: Mapping[tuple[str, int], RunFacts], seeds: Sequence[int]) -> Result:
+    series = {seed: measure.read(facts[arm, seed]) for seed in seeds if (arm, seed) in facts}
+    values = {seed: found[-1] for seed, found in series.items() if found and found[-1] is not None}
+    longest = max((len(found) for found in series.values()), default=0)
+    rounds = [_known([found[place] for found in series.values() if place < len(found)]) for place in range(longest)]
+    return Result(
+        arm=arm,
+        measure=measure.name,
+        series=series,
+        values=values,
+        summary=summarise(list(values.values())),
+        rounds=[summarise(column) for column in rounds],
+        trend=trend([_known(found) for found in series.values()]) if measure.by_round else None,
+    )
+
+
+def _known(values: Sequence[Value | None]) -> list[Value]:
+    return [value for value in values if value is not None]
+
+
+def _comparisons(plan: StudyPlan, results: Sequence[Result]) -> list[ComparisonRecord]:
+    """Every other arm against the reference, adjusted over all of them."""
+    if plan.reference is None:
+        return []
+    values = {(result.arm, result.measure): result.values for result in results}
+    found = [
+        (arm.name, measure.name, compare(values[plan.reference, measure.name], values[arm.name, measure.name]))
+        for measure in plan.measures
+        for arm in plan.arms
+        if arm.name != plan.reference and measure.compared
+    ]
+    adjusted = iter(holm([comparison.p for _, _, comparison in found if comparison.p is not None]))
+    return [
+        ComparisonRecord(
+            arm=arm,
+            measure=measure,
+            comparison=comparison if comparison.p is None else replace(comparison, p_adjusted=next(adjusted)),
+        )
+        for arm, measure, comparison in found
+    ]
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def write_results(path: Path, results: StudyResults) -> None:
+    """Write the document whole or not at all. Raises MissingRequirementError when it cannot be written."""
+    data = orjson.dumps(
+        results.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    )
+    try:
+        write_output(path, data)
+    except OSError as error:
+        raise MissingRequirementError(f"The results {path} cannot be written: {error.strerror}.", "") from error
+
+
+def read_results(path: Path) -> StudyResults:
+    """Raises UsageError where there are no results of this schema version."""
+    try:
+        return StudyResults.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"The results {path} cannot be read: {error.strerror}.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise UsageError(f"{path} holds no results of this pvg: {where}: {first['msg']}.") from None
+
+
+def json_schema() -> bytes:
+    """The JSON Schema of a study's results, as it ships with pvg."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **StudyResults.model_json_schema(mode="serialization"),
+        "title": f"pvg study results, schema version {SCHEMA_VERSION}",
+    }
+    return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_bytes(json_schema())

@@ -1,0 +1,240 @@
+"""`pvg study` as a user calls it. Most games here are played by a stand-in (tests/study/stand_in_pvg.py); the last
+tests play real ones, kill them and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from calling import ENTRY, pvg
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
+
+from study_samples import PVG, SMALL
+
+TINY = """
+name = "tiny"
+seeds = 1
+measures = ["helpful_accuracy", "kl"]
+reference = "cgc"
+threads = 1
+processes = 2
+
+[common]
+game.rounds = 1
+game.mint_problems = 24
+verifier.steps = 2
+verifier.pairs = 4
+verifier.held_out = 0.3
+training.steps = 12
+training.groups = 2
+evaluation.problems = 4
+evaluation.samples = 1
+store.commit_every = 1
+
+[[arm]]
+name = "cgc"
+
+[[arm]]
+name = "src"
+set = { game.reward = "src" }
+"""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a study whose games are played by the stand-in."""
+    monkeypatch.setattr("cli.study.pvg_command", lambda: PVG)
+    Path("studies").mkdir()
+    Path("studies/small.toml").write_text(SMALL)
+    return "small"
+
+
+def behave(**behaviour: str) -> None:
+    Path("behaviour.json").write_text(json.dumps({name.replace("_", "-"): how for name, how in behaviour.items()}))
+
+
+def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
+    called = pvg("study", small, "--markdown", "table.md")
+    assert called.code == 0, called.err
+    assert "4 of 4 games to play, 64 optimizer steps, 1 at a time." in called.err
+    assert "[4/4]  src-seed-001 complete after" in called.err
+    for said in ("4 of 4 games complete", "helpful accuracy", "65.0 %", "60.0 to 70.0 %", "Against cgc, paired by seed",
+                 "With 2 pairs no p value can be below 0.5", "pvg report runs/small/cgc-seed-000"):  # fmt: skip
+        assert said in called.out, said
+    assert "The page: runs/small/study.html" in called.err
+    assert Path("runs/small/study.html").read_text().startswith("<!doctype html>")
+    assert "| helpful accuracy | cgc | 2 of 2 | 65.0 % |" in Path("table.md").read_text()
+
+    again = pvg("study", small)
+    assert (again.code, again.out) == (0, called.out)
+    assert "to play" not in again.err
+    assert len(Path("played.txt").read_text().splitlines()) == 4
+
+
+def test_json_is_one_document_that_follows_the_schema(small: str) -> None:
+    import jsonschema
+
+    from pvg.study.results import SCHEMA_FILE
+
+    document = pvg("study", small, "--seeds", "1", "--json").document
+    assert (document.pop("status"), document.pop("html")) == ("complete", "runs/small/study.html")
+    jsonschema.validate(document, json.loads(SCHEMA_FILE.read_bytes()))
+    assert document["command"] == "pvg study small --seeds 1"
+    assert document["comparisons"][0]["comparison"]["least_p"] == 1.0
+
+
+def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(small: str) -> None:
+    behave(src_seed_000="crash")
+    called = pvg("study", small)
+    assert called.code == 1
+    assert "src-seed-000 FAILED: It broke." in called.err
+    for said in ("3 of 4 games complete", "Failed", "src seed 0", "It broke.", "1 of 4 games are not there"):
+        assert said in called.out, said
+    assert pvg("study", small, "--only-table", "--json").document["status"] == "failed"
+    again = pvg("study", small)
+    assert again.code == 1
+    assert "1 of 4 games to play" in again.err
+    behave()
+    assert pvg("study", small).code == 0
+    assert [line.split()[0] for line in Path("played.txt").read_text().splitlines()].count("src-seed-000") == 3
+
+
+def test_changed_settings_are_refused_with_their_names(small: str) -> None:
+    assert pvg("study", small).code == 0
+    changed = pvg("study", small, "-s", "training.steps=6", "--json")
+    assert changed.code == 2
+    message = changed.document["error"]["message"]
+    assert "4 cells were played with other settings" in message
+    assert "training.steps: 5 -> 6" in message
+    more = pvg("study", small, "--seeds", "3")
+    assert more.code == 0
+    assert "2 of 6 games to play" in more.err
+
+
+def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
+    called = pvg("study", small, "--dry-run")
+    assert called.code == 0
+    for said in (
+        "2 arms x 2 seeds = 4 games",
+        "game.reward=src",
+        "64 of 64 optimizer steps to go",
+    ):
+        assert said in called.out, said
+    assert not Path("runs").exists()
+    document = pvg("study", small, "--dry-run", "--json").document
+    assert [cell["steps"] for cell in document["cells"]] == [16] * 4
+    assert {cell["status"] for cell in document["cells"]} == {"new"}
+    assert pvg("study", small, "--dry-run", "--only-table").code == 2
+
+
+def test_without_a_name_the_studies_are_listed(small: str) -> None:
+    called = pvg("study")
+    assert called.code == 0
+    for name in ("small", "quick", "published-shape", "robust", "pvg study NAME"):
+        assert name in called.out
+    assert {"small", "quick"} <= {found["name"] for found in pvg("study", "--json").document["studies"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('measures = ["helpful_acuracy"]', "There is no measure 'helpful_acuracy'. Did you mean 'helpful_accuracy'?"),
+        ("procesess = 2", "Unknown key 'procesess' (mine.toml). The nearest valid key is 'processes'."),
+        ("[common]\ngame.raunds = 2", "Unknown key 'game.raunds' ([common] of mine.toml). The nearest valid key is"),
+        ("[common\n", "mine.toml is not valid TOML"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(text: str, said: str) -> None:
+    Path("mine.toml").write_text(f'name = "mine"\n{text}\n')
+    called = pvg("study", "mine.toml")
+    assert called.code == 2
+    assert said in called.err
+    assert "Traceback" not in called.err
+    assert not Path("runs").exists()
+
+
+def test_report_points_to_a_studys_page(small: str) -> None:
+    assert pvg("study", small).code == 0
+    called = pvg("report", "small")
+    assert called.code == 2
+    assert "small is a study, not a run; its page is runs/small/study.html." in called.err
+    assert pvg("report", "runs/small/cgc-seed-001", "--json").document["status"] == "complete"
+
+
+# --- signals and real games -------------------------------------------------------------------------------------------
+
+# `pvg study` as a process of its own, its games played by the stand-in.
+STUDY = "import sys, cli.study; cli.study.pvg_command = lambda: {pvg!r}; from cli.main import app; app(prog_name='pvg')"
+
+
+def test_ctrl_c_stops_at_commit_points_and_says_how_to_go_on(small: str) -> None:
+    behave(cgc_seed_000="wait")
+    command = [sys.executable, "-c", STUDY.format(pvg=PVG), "study", "small", "--json"]
+    study = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_a_commit(study, "small", ["cgc-seed-000"])
+    pid = int(Path("played.txt").read_text().split()[1])
+    study.send_signal(signal.SIGINT)
+    out, err = study.communicate(timeout=120)
+    assert study.returncode == 130
+    assert is_gone(pid)
+    assert json.loads(out)["status"] == "stopped"
+    for said in ("stopping 1 at their next commit point", "cgc-seed-000 stopped at a commit point",
+                 "Stopped. Go on with: pvg study small"):  # fmt: skip
+        assert said in err, said
+    behave()
+    again = pvg("study", small)
+    assert again.code == 0
+    assert "cgc-seed-000 resumes" in again.err
+
+
+def wait_for_a_commit(owner: subprocess.Popen[str], study: str, cells: list[str]) -> None:
+    """Until each of the cells has committed in its prover's phase."""
+    states = [Path("runs") / study / cell / "state.json" for cell in cells]
+    while not all(state.exists() and b"train_prover" in state.read_bytes() for state in states):
+        assert owner.poll() is None, "the study ended by itself"
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
+
+
+def test_a_killed_study_leaves_no_game_behind_and_goes_on_to_what_it_would_have_been() -> None:
+    Path("tiny.toml").write_text(TINY)
+    cells = ["cgc-seed-000", "src-seed-000"]
+    study = subprocess.Popen(
+        [*ENTRY, "study", "tiny.toml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+    )
+    wait_for_a_commit(study, "tiny", cells)
+    pids = [int((Path("runs/tiny") / cell / "lock").read_text()) for cell in cells]
+    second = pvg("study", "tiny.toml")
+    assert (second.code, "is being played by process" in second.err) == (2, True)
+    study.kill()
+    study.wait()
+    deadline = time.monotonic() + 20
+    while not all(is_gone(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    done = pvg("study", "tiny.toml", "--json")
+    assert done.code == 0, done.err
+    assert "src-seed-000 resumes" in done.err
+    assert [found["summary"]["n"] for found in done.document["results"]] == [1] * 4
+    # The same game without a study, never killed.
+    plain = subprocess.run(
+        [*ENTRY, "train", "runs/tiny/cells/src-seed-000.toml", "--name", "plain"], capture_output=True, check=False
+    )
+    assert plain.returncode == 0, plain.stderr
+    one, other = (Path("runs/tiny") / name / "state.json" for name in ("plain", "src-seed-000"))
+    assert json.loads(one.read_bytes())["state"]["rounds"] == json.loads(other.read_bytes())["state"]["rounds"]

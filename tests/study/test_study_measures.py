@@ -1,0 +1,102 @@
+"""Where measures are read from."""
+
+from __future__ import annotations
+
+import pytest
+from run_samples import begin, commit, state, step, tell
+
+from pvg.errors import ConfigurationError
+from pvg.study.measures import DEFAULT_MEASURES, EVALUATION, MEASURES, RunFacts, measures_named, read_facts
+from pvg.study.values import Value
+from pvg.telemetry.catalogue import METRICS
+
+
+@pytest.fixture
+def facts(empty_folder) -> RunFacts:  # type: ignore[no-untyped-def]
+    run = begin(empty_folder)
+    tell(
+        run,
+        step("train_prover", 1, kl=0.1),
+        step("train_prover", 2, kl=0.2),
+        step("train_prover", 1, round_=1, kl=0.3),
+        {"kind": "phase", "round": 0, "phase": "train_prover", "seconds": 7.0, "metrics": {}},
+    )
+    rounds = [
+        {"helpful_accuracy": 0.75, "base_helpful_accuracy": 0.5, "fooled_rate": None},
+        {"helpful_accuracy": 0.875, "base_helpful_accuracy": 0.5, "fooled_rate": 0.25},
+    ]
+    commit(run, state("complete", rounds=rounds))
+    return read_facts(run)
+
+
+def read(name: str, facts: RunFacts) -> list[Value | None]:
+    return MEASURES[name].read(facts)
+
+
+def test_rounds_steps_and_the_whole_run(facts: RunFacts) -> None:
+    assert read("helpful_accuracy", facts) == [Value(0.75), Value(0.875)]
+    assert read("fooled_rate", facts) == [None, Value(0.25)]  # a share of nothing
+    assert read("accuracy_gain", facts) == [Value(0.25), Value(0.375)]
+    assert read("verifier_auc", facts) == [None, None]
+    assert read("kl", facts) == [Value(0.2), Value(0.3)]
+    assert read("prover_steps", facts) == [Value(2), Value(1)]
+    assert read("seconds", facts) == [Value(8.0)]  # 7 s of the first round's phase, and the second's step
+
+
+def test_every_metric_of_a_round_is_a_measure_and_every_name_is_its_own() -> None:
+    assert {metric.short for metric in METRICS.values() if metric.where == "round"} <= MEASURES.keys()
+    assert all(name == measure.name and measure.meaning.endswith(".") for name, measure in MEASURES.items())
+    assert [measure.name for measure in measures_named(DEFAULT_MEASURES)] == list(DEFAULT_MEASURES)
+
+
+def evaluated(facts: RunFacts, *rounds: object) -> RunFacts:
+    return RunFacts(facts.summary, {"rounds": list(rounds)})
+
+
+def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
+    second = {
+        "round": 1,
+        "exploit": [
+            {"kind": "cgc", "status": "found", "steps": 7},
+            {"kind": "src", "status": "censored", "steps": 200},
+        ],
+        "best_of_n": [
+            {"source": "base", "balanced": [{"n": 2, "accuracy": {"value": 0.1}}]},
+            {"source": "round-001", "balanced": [{"accuracy": {"value": 0.2}}, {"accuracy": {"value": 0.3}}]},
+        ],
+        "detection": {
+            "completeness": {"value": 0.5},
+            "sources": [
+                {"source": "base", "soundness": {"value": 0.9}},
+                {"source": "round-001", "auc": {"value": 0.8}},
+            ],
+        },
+        "calibration": None,
+        "tax": {"tax": {"value": None}},
+    }
+    first = {"round": 0, "exploit": [{"kind": "src", "status": "found", "steps": 40}]}
+    told = evaluated(facts, second, first)  # in whatever order
+    assert read("steps_to_exploit_src", told) == [Value(40), Value(200, censored=True)]
+    assert read("steps_to_exploit_cgc", told) == [None, Value(7)]
+    assert read("best_of_n", told) == [None, Value(0.3)]
+    assert read("completeness", told) == [None, Value(0.5)]
+    assert read("soundness_base", told) == [None, Value(0.9)]
+    assert read("soundness", told) == [None, None]
+    assert read("detection_auc", told) == [None, Value(0.8)]
+    assert read("calibration_error", told) == read("legibility_tax", told) == [None, None]
+    assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, Value(200, censored=True)]
+
+
+@pytest.mark.parametrize("status", ["no_reference", "diverged"])
+def test_an_attack_that_could_not_be_judged_is_no_value(status: str, facts: RunFacts) -> None:
+    attack = {"kind": "src", "status": status, "steps": None}
+    assert read("steps_to_exploit_src", evaluated(facts, {"round": 0, "exploit": [attack]})) == [None, None]
+
+
+def test_without_an_evaluation_there_is_nothing_and_a_torn_one_is_told(facts: RunFacts, empty_folder) -> None:  # type: ignore[no-untyped-def]
+    assert read("completeness", facts) == [None, None]
+    run = begin(empty_folder, "second")
+    (run.path / EVALUATION).parent.mkdir()
+    (run.path / EVALUATION).write_text('{"rounds": [')
+    with pytest.raises(ConfigurationError, match=r"evaluation.json is not JSON"):
+        read_facts(run)

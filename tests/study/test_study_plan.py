@@ -1,0 +1,173 @@
+"""What a study's file may say, what it is resolved to, and how a mistake in it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from study_samples import SMALL, finish, small
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.study.measures import MEASURES
+from pvg.study.plan import find_study, known_studies, load_study
+
+
+def test_a_study_is_arms_times_seeds_seed_by_seed() -> None:
+    plan = small()
+    assert [cell.name for cell in plan.cells] == ["cgc-seed-000", "src-seed-000", "cgc-seed-001", "src-seed-001"]
+    cell = plan.cells[3]
+    assert (cell.experiment.seed, cell.experiment.game.reward, cell.experiment.game.rounds) == (1, "src", 2)
+    assert (cell.experiment.models.threads, cell.experiment.store.root) == (1, Path("runs/small"))
+    assert cell.run.path == Path("runs/small/src-seed-001")
+    assert (cell.steps, plan.steps) == (2 * (3 + 5), 4 * 16)
+
+
+def test_a_grid_is_a_product_and_its_arms_are_named_after_their_values() -> None:
+    plan = small(
+        'name = "grid"\nseeds = [3, 9]\n[grid]\ngame.reward = ["src", "cgc"]\nverifier.steps = [10, 20]\n'
+        '"models.verifier.source" = ["embedded:modchain-verifier-small"]\n'
+    )
+    assert [arm.name for arm in plan.arms] == [
+        f"{reward}-steps-{steps}-modchain-verifier-small" for reward in ("src", "cgc") for steps in (10, 20)
+    ]
+    assert plan.arms[3].settings == {
+        "game.reward": "cgc",
+        "verifier.steps": 20,
+        "models.verifier.source": "embedded:modchain-verifier-small",
+    }
+    assert plan.arms[3].experiment.verifier.steps == 20
+    assert plan.seeds == (3, 9)
+
+
+def test_arms_and_a_grid_are_crossed_and_the_later_word_counts() -> None:
+    plan = small(f"{SMALL}\n[grid]\ngame.rounds = [1, 4]\n".replace('"cgc"\nthreads', '"cgc-rounds-1"\nthreads'))
+    assert [arm.name for arm in plan.arms] == ["cgc-rounds-1", "cgc-rounds-4", "src-rounds-1", "src-rounds-4"]
+    assert [arm.experiment.game.rounds for arm in plan.arms] == [1, 4, 1, 4]
+    assert small(overrides=["game.rounds=7"]).arms[0].experiment.game.rounds == 7
+
+
+def test_without_arms_there_is_one_and_an_arm_may_have_an_experiment_of_its_own() -> None:
+    assert [arm.name for arm in small('name = "one"').arms] == ["modchain"]
+    Path("experiments").mkdir()
+    Path("experiments/mine.toml").write_text('name = "mine"\ngame.rounds = 9\n')
+    plan = small('name = "two"\n[[arm]]\nname = "a"\nexperiment = "mine"\n[[arm]]\nname = "b"\n')
+    assert [(arm.source, arm.experiment.game.rounds) for arm in plan.arms] == [("mine", 9), ("modchain", 3)]
+
+
+def test_options_take_the_files_place_and_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
+    text = SMALL.replace("threads = 1\n", "")
+    assert small(text).threads == 8
+    plan = small(text, processes=3, seeds=4)
+    assert (plan.processes, plan.threads, plan.seeds) == (3, 2, (0, 1, 2, 3))
+    assert small(text, processes=3, threads=5).threads == 5
+
+
+def test_a_study_goes_on_with_the_threads_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SMALL.replace("threads = 1\n", "")
+    monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
+    finish(small(text).cells[0])
+    assert small(text, processes=4).threads == 8
+    assert small(text, processes=4, threads=2).threads == 2
+
+
+def test_shipped_studies_are_valid_and_named_after_their_file() -> None:
+    found = known_studies()
+    assert {"quick", "published-shape", "robust"} <= found.keys()
+    for name, path in found.items():
+        plan = load_study(str(path))
+        assert plan.name == name
+        assert plan.about
+        assert plan.reference in [arm.name for arm in plan.arms]
+        assert len(plan.seeds) >= (2 if name == "quick" else 5)
+
+
+def test_a_study_in_the_folder_hides_the_shipped_one() -> None:
+    Path("studies").mkdir()
+    Path("studies/quick.toml").write_text('name = "quick"\n')
+    assert find_study("quick") == Path("studies/quick.toml")
+    with pytest.raises(UsageError, match=r"no study 'qick'. Did you mean 'quick'"):
+        find_study("qick")
+
+
+def test_the_example_of_the_docs_is_a_study() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
+    plan = small(page.split("```toml\n")[1].split("```")[0])
+    assert (len(plan.arms), plan.reference) == (6, "kl-0.01-cgc")
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nmae = 1", "Unknown key 'nmae' (small.toml). The nearest valid key is 'name'"),
+        ("[[arm]]\nnmae = 1", "Unknown key 'arm.0.nmae' (small.toml). The nearest valid key is 'name'"),
+        ("evaluate = {prats = []}", "The nearest valid key is 'parts'"),
+        ("seeds = 0", "A study needs one seed at least"),
+        ("seeds = [1, 1]", "Seeds names a seed twice"),
+        ("seeds = []", "seeds: Tuple should have at least 1 item"),
+        ("seeds = true", "seeds: Input should be a valid tuple"),
+        ("processes = 0", "processes: Input should be greater than or equal to 1"),
+        ('measures = ["helpful_acuracy"]', "no measure 'helpful_acuracy'. Did you mean 'helpful_accuracy'?"),
+        ('measures = ["kl", "kl"]', "'kl' is named twice"),
+        ("[common]\nseed = 3", "seed cannot be set here ([common] of small.toml): it is the study's `seeds`"),
+        ('[[arm]]\nname = "a"\nset = {models.threads = 2}', "models.threads cannot be set here (arm 'a' of small"),
+        ("[grid]\ngame.rounds = 3", "[grid] game.rounds must be a list of values"),
+        ("[common]\ntrainin.steps = 3", "Unknown key 'trainin' ([common] of small.toml)"),
+        ('reference = "sr"\n[grid]\ngame.reward = ["src", "cgc"]', "is no arm of small.toml. Did you mean 'src'?"),
+        ('[[arm]]\nname = "a"\n[[arm]]\nname = "a"\nset = {game.rounds = 1}', "Two arms of small.toml are called 'a'"),
+        ('[[arm]]\nname = "a"\n[[arm]]\nname = "b"\nset = {game.rounds = 3}', "arms 'a' and 'b' of small.toml are"),
+        ('[[arm]]\nname = "a b"', "arm.0.name: String should match pattern"),
+        ('[grid]\ngame.reward = ["s rc"]', "'s rc' cannot be the name of an arm"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_what_was_meant(text: str, message: str) -> None:
+    head = "" if text.startswith("nmae") else 'name = "small"\n'
+    with pytest.raises(ConfigurationError) as error:
+        small(head + text)
+    assert message in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_a_missing_name_and_an_unknown_experiment() -> None:
+    with pytest.raises(ConfigurationError, match=r"The key 'name' is missing"):
+        small("seeds = 1")
+    with pytest.raises(ConfigurationError, match=r"no experiment 'modchian'. Did you mean 'modchain'"):
+        small('name = "x"\nexperiment = "modchian"')
+
+
+def test_all_wrong_arms_are_told_at_once() -> None:
+    text = SMALL.replace('game.reward = "cgc"', 'game.rewrad = "cgc"').replace('game.reward = "src"', "game.rounds = 0")
+    with pytest.raises(ConfigurationError) as error:
+        small(text)
+    lines = error.value.message.splitlines()
+    assert lines[0] == "2 mistakes in small.toml:"
+    assert "game.rewrad" in lines[1]
+    assert "arm 'cgc' of small.toml" in lines[1]
+    assert "game.rounds" in lines[2]
+    assert "arm 'src' of small.toml" in lines[2]
+
+
+def test_one_mistake_in_common_is_told_once() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        small(SMALL.replace("game.rounds = 2", "game.rounds = 0"))
+    assert error.value.message.count("game.rounds") == 1
+
+
+def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setitem(MEASURES, "attack", replace(MEASURES["kl"], name="attack", part="exploit"))
+    text = SMALL.replace('"seconds"', '"attack"')
+    with pytest.raises(ConfigurationError, match=r"'attack' is read from an evaluation"):
+        small(text)
+    assert small(text.replace("threads = 1", "threads = 1\nevaluate = true")).evaluate is not None
+    with pytest.raises(ConfigurationError, match=r"from the part 'exploit' of an evaluation, which small.toml does"):
+        small(text.replace("threads = 1", 'threads = 1\nevaluate = ["tax"]'))
+    with pytest.raises(ConfigurationError, match=r"no part 'expliot' of an evaluation .* Did you mean 'exploit'"):
+        small(text.replace("threads = 1", 'threads = 1\nevaluate = ["expliot"]'))
+    parts = small(text.replace("threads = 1", 'threads = 1\nevaluate = ["exploit", "tax"]')).evaluate
+    assert parts is not None
+    assert parts.parts == ("exploit", "tax")

@@ -1,0 +1,283 @@
+"""Cells as processes: what is played, in which order, what a failure does to the others, and that nothing is left
+behind. The `pvg` that is started here is tests/study/stand_in_pvg.py; the real one plays in tests/cli."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from study_samples import PVG, SMALL, finish, folder_of, small
+
+from pvg.errors import StateError, UsageError
+from pvg.store import FileStateStore
+from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done
+from pvg.study.plan import Cell, StudyPlan
+from pvg.study.playing import Ended, Job, play_cells
+
+
+class Told:
+    """An observer that keeps what it was told, and a stop that is asked for when it was told enough."""
+
+    def __init__(self, stop_when: str = "", requests: int = 1) -> None:
+        self.lines: list[str] = []
+        self.running: set[str] = set()
+        self.most = 0
+        self.requests = 0
+        self._stop_when, self._stops = stop_when, requests
+
+    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
+        self.running.add(cell.name)
+        self.most = max(self.most, len(self.running))
+        self._tell(f"{job} {cell.name}")
+
+    def progressed(self, cell: Cell, standing: Standing) -> None:
+        self._tell(f"{cell.name} at {standing.done}")
+
+    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
+        self.running.discard(cell.name)
+        self._tell(f"{how} {cell.name}")
+
+    def waited(self) -> None: ...
+
+    def stopping(self, running: int) -> None:
+        self._tell(f"stopping {running}")
+
+    def _tell(self, line: str) -> None:
+        self.lines.append(line)
+        if self._stop_when and self._stop_when in line:
+            self.requests = self._stops
+
+    def only(self, *words: str) -> list[str]:
+        return [line for line in self.lines if line.split()[0] in words]
+
+
+def play(plan: StudyPlan, told: Told) -> bool:
+    folder_of(plan)
+    return play_cells(plan, plan.cells, pvg=PVG, observer=told, stop=told)
+
+
+def behave(**behaviour: str) -> None:
+    Path("behaviour.json").write_text(json.dumps({name.replace("_", "-"): how for name, how in behaviour.items()}))
+
+
+def now(plan: StudyPlan) -> dict[str, Standing]:
+    folder = StudyFolder(plan.folder)
+    return {cell.name: standing(cell, folder, plan.evaluate) for cell in plan.cells}
+
+
+def test_every_cell_is_played_in_a_process_of_its_own_seed_by_seed() -> None:
+    plan, told = small(), Told()
+    assert play(plan, told)
+    assert told.only("train", "complete") == [
+        f"{word} {cell.name}" for cell in plan.cells for word in ("train", "complete")
+    ]
+    played = [line.split() for line in Path("played.txt").read_text().splitlines()]
+    assert [name for name, _ in played] == [cell.name for cell in plan.cells]
+    assert len({pid for _, pid in played} | {str(os.getpid())}) == 5
+    found = now(plan)
+    assert {standing.status for standing in found.values()} == {"complete"}
+    assert found["src-seed-001"].rounds[-1] == {"helpful_accuracy": 0.7, "fooled_rate": 0.25}
+    assert plan.cells[1].run.experiment() == plan.cells[1].experiment
+
+
+def test_so_many_at_a_time() -> None:
+    told = Told()
+    assert play(replace(small(), processes=3), told)
+    assert told.most == 3
+    assert len(told.only("complete")) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("crash", "It broke."),
+        ("die", "killed by SIGKILL, perhaps for want of memory"),
+        ("defect", "ZeroDivisionError: of all things"),
+    ],
+)
+def test_a_failed_cell_says_why_and_stops_nobody(how: str, reason: str) -> None:
+    plan, told = small(), Told()
+    behave(cgc_seed_000=how)
+    assert play(plan, told)
+    found = now(plan)
+    assert found["cgc-seed-000"].reason == reason
+    assert [found[cell.name].status for cell in plan.cells[1:]] == ["complete"] * 3
+    behave()
+    again = Told()
+    assert play_cells(plan, plan.cells[:1], pvg=PVG, observer=again, stop=again)
+    assert now(plan)["cgc-seed-000"] == replace(found["src-seed-000"], rounds=now(plan)["cgc-seed-000"].rounds)
+
+
+def test_a_stop_reaches_every_cell_which_commits_and_is_resumed_later() -> None:
+    plan, told = replace(small(), processes=2), Told(stop_when="src-seed-000 at 13")
+    behave(cgc_seed_000="wait", src_seed_000="wait")
+    assert not play(plan, told)
+    assert told.only("stopping", "stopped") == ["stopping 2", "stopped cgc-seed-000", "stopped src-seed-000"]
+    found = now(plan)
+    assert [found[cell.name].status for cell in plan.cells] == ["unfinished"] * 2 + ["new"] * 2
+    assert (found["cgc-seed-000"].done, found["cgc-seed-000"].reason) == (8 + 3 + 3, "")  # committed at the signal
+    behave()
+    assert play(plan, Told())
+    assert {standing.status for standing in now(plan).values()} == {"complete"}
+
+
+def test_a_second_stop_kills() -> None:
+    plan, told = small(), Told(stop_when="cgc-seed-000 at 13", requests=2)
+    behave(cgc_seed_000="wait")
+    assert not play(plan, told)
+    assert now(plan)["cgc-seed-000"].done in (13, 14)  # whichever of the two signals came first
+
+
+def test_an_error_of_our_own_leaves_no_process_behind() -> None:
+    class Broken(Told):
+        def progressed(self, cell: Cell, standing: Standing) -> None:
+            if standing.done:
+                raise RuntimeError("a defect")
+
+    behave(cgc_seed_000="wait")
+    with pytest.raises(RuntimeError, match="a defect"):
+        play(small(), Broken())
+    pid = int(Path("played.txt").read_text().split()[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_cell_that_somebody_else_plays_is_refused_and_one_that_is_about_to_end_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = small()
+    run = finish(plan.cells[0], phase="mint")
+    monkeypatch.setattr("pvg.study.playing.ORPHAN_S", 0.3)
+    with run.lock(), pytest.raises(StateError, match=rf"cgc-seed-000 is being played by process {os.getpid()}"):
+        play(plan, Told())
+    monkeypatch.setattr("pvg.study.playing.ORPHAN_S", 20.0)
+    held = threading.Event()
+
+    def hold() -> None:
+        with run.lock():
+            held.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert play(plan, Told())
+    thread.join()
+
+
+# --- evaluations -----------------------------------------------------------------------------------------------------
+
+EVALUATED = SMALL.replace("seeds = 2", "seeds = 1").replace("threads = 1", 'threads = 1\nevaluate = ["exploit", "tax"]')
+
+
+def test_a_game_is_evaluated_when_it_is_over_and_again_when_something_else_is_asked_for() -> None:
+    plan, told = small(EVALUATED), Told()
+    assert play(plan, told)
+    assert told.only("train", "evaluate", "complete") == [
+        f"{word} {cell.name}" for cell in plan.cells for word in ("train", "evaluate", "complete")
+    ]
+    assert Path("evaluated.txt").read_text().splitlines()[0] == "cgc-seed-000 --parts exploit,tax --json"
+    other = small(EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {set = {evaluate.samples = 4}}"))
+    assert {standing.status for standing in now(other).values()} == {"played"}
+    told = Told()
+    assert play(other, told)
+    assert told.only("train") == []
+    assert Path("evaluated.txt").read_text().splitlines()[-1] == "src-seed-000 --set evaluate.samples=4 --json"
+
+
+def test_an_evaluation_that_fails_keeps_the_game() -> None:
+    plan = small(EVALUATED)
+    behave(cgc_seed_000="unevaluable")
+    assert play(plan, Told())
+    found = now(plan)["cgc-seed-000"]
+    assert (found.status, found.reason) == ("played", "ended with exit code 3 and said nothing")
+    behave()
+    told = Told()
+    assert play_cells(plan, plan.cells[:1], pvg=PVG, observer=told, stop=told)
+    assert told.only("train", "evaluate", "complete") == ["evaluate cgc-seed-000", "complete cgc-seed-000"]
+
+
+# --- what is there ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "done"),
+    [
+        ({"phase": "mint", "round": 1, "step": 4}, 8),
+        ({"phase": "train_verifier", "round": 1, "step": 2}, 10),
+        ({"phase": "train_prover", "round": 0, "step": 4}, 7),
+        ({"phase": "checkpoint", "round": 1, "step": 0}, 16),
+    ],
+)
+def test_steps_done_are_optimizer_steps(state: dict[str, object], done: int) -> None:
+    assert steps_done(small().cells[0], state) == done
+
+
+def test_cells_with_other_settings_are_refused_with_the_settings() -> None:
+    plan = small()
+    refuse_other_settings(plan.cells)
+    for cell in plan.cells[:2]:
+        finish(cell)
+    refuse_other_settings(plan.cells)
+    refuse_other_settings(small(overrides=["telemetry.loop_lag_hz=5"]).cells)  # changes nothing that is computed
+    with pytest.raises(StateError) as error:
+        refuse_other_settings(small(overrides=["training.steps=6"], threads=2).cells)
+    assert "2 cells were played with other settings" in error.value.message
+    assert "cgc-seed-000, src-seed-000: models.threads: 1 -> 2; training.steps: 5 -> 6" in error.value.message
+
+
+def test_a_damaged_cell_is_told_as_one() -> None:
+    plan = small()
+    run = finish(plan.cells[0])
+    for file in (run.state, FileStateStore(run.state).previous_path):
+        file.write_bytes(b"{")
+    found = now(plan)["cgc-seed-000"]
+    assert found.status == "damaged"
+    assert "not valid JSON" in found.reason
+
+
+def test_two_processes_do_not_play_one_study() -> None:
+    folder = StudyFolder(small().folder)
+    again = pytest.raises(UsageError, match=f"'small' is being played by process {os.getpid()}")
+    with folder.lock(), again, folder.lock():
+        pass
+    (folder.path / "experiment.toml").touch()
+    with pytest.raises(UsageError, match="is a run, not a study"), folder.lock():
+        pass
+
+
+def test_a_child_dies_with_its_owner() -> None:
+    """The real SIGKILL of a real study is in tests/cli/test_study_command.py; this is of what does it."""
+    import subprocess
+    import sys
+
+    from pvg.study import child
+
+    code = (
+        "import os, subprocess, sys, time\n"
+        "sleeper = [sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)']\n"
+        f"command = [sys.executable, {child.__file__!r}, str(os.getpid()), *sleeper]\n"
+        "p = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
+        "p.stdout.readline()\n"
+        "print(p.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    owner.stdout.close()
+    late = [sys.executable, child.__file__, "1", sys.executable, "-c", "print('ran')"]
+    done = subprocess.run(late, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "is gone" in done.stderr

@@ -1,0 +1,180 @@
+"""The document, its schema, the words, the Markdown and the page of a study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import orjson
+import pytest
+from page_checks import check
+from study_samples import SMALL, finish, folder_of, small
+
+from pvg.errors import UsageError
+from pvg.study.cells import note_failure
+from pvg.study.markdown import markdown_text
+from pvg.study.measures import EVALUATION
+from pvg.study.page import study_page
+from pvg.study.plan import StudyPlan
+from pvg.study.results import SCHEMA_FILE, StudyResults, collect, json_schema, read_results, write_results
+from pvg.study.statistics import summarise
+from pvg.study.values import Value
+from pvg.study.words import cautions, change_text, rounds_text
+
+SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
+
+
+def played(text: str = SEVEN, leave_out: int = 0) -> StudyPlan:
+    """A study whose src is 10 pp above cgc in every seed, and rises by 20 pp a round."""
+    plan = small(text)
+    folder_of(plan)
+    for cell in plan.cells[: len(plan.cells) - leave_out]:
+        first = 0.3 + 0.01 * cell.seed + (0.1 if cell.arm == "src" else 0.0)
+        later = 0.2 if cell.arm == "src" else 0.0
+        finish(cell, {"helpful_accuracy": first, "fooled_rate": None}, {"helpful_accuracy": first + later})
+    return plan
+
+
+def results_of(plan: StudyPlan) -> StudyResults:
+    return collect(plan, "pvg study small.toml")
+
+
+def test_means_comparisons_and_trends_come_from_the_runs() -> None:
+    results = results_of(played())
+    src = results.result("src", "helpful_accuracy")
+    assert (src.summary.n, src.summary.mean) == (7, pytest.approx(0.63))
+    assert [summary.mean for summary in src.rounds] == [pytest.approx(0.43), pytest.approx(0.63)]
+    assert src.series[3] == [Value(pytest.approx(0.43)), Value(pytest.approx(0.63))]
+    assert src.trend is not None
+    assert (src.trend.up, src.trend.tau, src.trend.p) == (7, 1.0, 2 / 128)
+    nothing = results.result("src", "fooled_rate")
+    assert (nothing.summary.n, nothing.values, nothing.trend.n if nothing.trend else None) == (0, {}, 0)
+    seconds = results.result("cgc", "seconds")
+    assert (seconds.summary.mean, seconds.trend) == (4.0, None)
+    (accuracy,) = [found for found in results.comparisons if found.measure == "helpful_accuracy"]
+    assert accuracy.arm == "src"
+    assert (accuracy.comparison.up, accuracy.comparison.p) == (7, 2 / 128)
+    assert accuracy.comparison.difference == pytest.approx(0.3)
+    assert accuracy.comparison.p_adjusted == 2 / 128  # fooled_rate has no pair, and seconds are no hypothesis
+    assert (results.family, results.complete, results.failed) == (1, 14, [])
+
+
+def test_the_document_follows_its_schema_and_comes_back_alike(tmp_path: Path) -> None:
+    results = results_of(played(leave_out=1))
+    write_results(tmp_path / "study.json", results)
+    jsonschema.validate(orjson.loads((tmp_path / "study.json").read_bytes()), orjson.loads(SCHEMA_FILE.read_bytes()))
+    assert read_results(tmp_path / "study.json") == results
+    assert SCHEMA_FILE.read_bytes() == json_schema(), "python -m pvg.study.results writes it"
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no results of this pvg"):
+        read_results(tmp_path / "other.json")
+
+
+def test_what_is_missing_is_counted_and_told() -> None:
+    plan = played(leave_out=3)
+    note_failure(plan.cells[-1], folder_of(plan), "It broke.")
+    results = results_of(plan)
+    assert results.result("src", "helpful_accuracy").summary.n == 5
+    (accuracy,) = [found for found in results.comparisons if found.measure == "helpful_accuracy"]
+    assert accuracy.comparison.n == 5
+    assert [(cell.arm, cell.seed, cell.reason) for cell in results.failed] == [("src", 6, "It broke.")]
+    told = " ".join(cautions(results))
+    assert "3 of 14 games are not there (src seed 5, cgc seed 6, src seed 6): every figure is of the rest" in told
+    assert "With 5 pairs no p value can be below 0.0625: no difference can be called significant at 0.05" in told
+
+
+def test_seven_seeds_of_one_comparison_need_no_caution() -> None:
+    assert cautions(results_of(played())) == []
+
+
+def test_many_comparisons_need_more_seeds() -> None:
+    text = SEVEN.replace('"fooled_rate", ', '"verifier_auc", ').replace("seeds = 7", "seeds = 6")
+    plan = small(text)
+    for cell in plan.cells:
+        high = 0.1 if cell.arm == "src" else 0.0
+        finish(cell, {"helpful_accuracy": 0.5 + high, "verifier_auc": 0.6 + high})
+    results = results_of(plan)
+    assert {found.comparison.p_adjusted for found in results.comparisons if found.comparison.p is not None} == {2 / 32}
+    (told,) = cautions(results)
+    assert "after Holm's adjustment over 2 comparisons none can reach 0.05" in told
+    assert "6 seeds could for one comparison, 7 for the 2 of this table" in told
+
+
+def test_two_seeds_and_different_machines_are_told() -> None:
+    plan = small()
+    for place, cell in enumerate(plan.cells):
+        finish(cell, {"helpful_accuracy": 0.5}, machine=f"machine {place % 2}", code_version=f"v{place % 2}")
+    told = " ".join(cautions(results_of(plan)))
+    assert "With 2 seeds there is no interval worth the name" in told
+    assert "different machines or threads (machine 0; machine 1)" in told
+    assert "different versions of pvg: v0, v1" in told
+
+
+def test_censored_values_reach_the_tables() -> None:
+    text = SMALL.replace('"seconds"', '"steps_to_exploit_src"').replace("threads = 1", "threads = 1\nevaluate = true")
+    plan = small(text.replace("seeds = 2", "seeds = 3"))
+    for cell in plan.cells:
+        found = cell.arm == "cgc" and cell.seed < 2
+        attack = {"kind": "src", "status": "found" if found else "censored", "steps": 40 + cell.seed if found else 200}
+        run = finish(cell, {"helpful_accuracy": 0.5})
+        (run.path / EVALUATION).parent.mkdir()
+        (run.path / EVALUATION).write_bytes(orjson.dumps({"rounds": [{"round": 0, "exploit": [attack]}]}))
+        folder = folder_of(plan)
+        assert plan.evaluate is not None
+        from pvg.study.cells import note_evaluation
+
+        note_evaluation(cell, folder, plan.evaluate)
+    results = results_of(plan)
+    summary = results.result("cgc", "steps_to_exploit_src").summary
+    assert (summary.mean, summary.median, summary.censored) == (None, 41, pytest.approx(1 / 3))
+    (attack_,) = [found.comparison for found in results.comparisons if found.measure == "steps_to_exploit_src"]
+    assert (attack_.test, attack_.up, attack_.equal, attack_.difference) == ("signed ranks", 2, 1, None)
+    text = markdown_text(results)
+    assert "| steps to exploit, src | cgc | 3 of 3 | median 41 | 33 % not found | 40 to not found |" in text
+    assert "| steps to exploit, src | src | 3 of 3 | median not found | 100 % not found | not found |" in text
+    assert "no median is a number" not in text
+    page = check(study_page(results))
+    assert "1 values were not found within their limit" not in page.text
+    assert "count as larger than all others" in page.text
+
+
+# --- words and pages -------------------------------------------------------------------------------------------------
+
+
+def test_figures_read_well() -> None:
+    results = results_of(played())
+    share, _, seconds = results.measures
+    assert change_text(share, 0.1234) == "+12.3 pp"
+    assert change_text(seconds, -0.5) == "-500 ms"
+    assert rounds_text(share, [summarise([Value(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
+    text = markdown_text(results)
+    assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7 up, 0 down | 0.016 | 0.016 |" in text
+    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7 up, 0 down | +1.00 | 0.016 |" in text
+    assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
+    assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (7, 8)]
+
+
+def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
+    plan = played(leave_out=1)
+    note_failure(plan.cells[-1], folder_of(plan), "It <b>broke</b>.")
+    page = check(study_page(results_of(plan)))
+    assert page.anchors() == {"table", "curves", "comparisons", "trends", "seeds", "arms", "games", "made"}
+    for said in (
+        "63.0 %",
+        "+30.0 pp",
+        "pvg study small.toml",
+        "[[arm]]",
+        "It <b>broke</b>.",
+        "1 of 14 games",
+    ):
+        assert said in page.text, said
+    bands = [attributes for name, attributes in page.tags if name == "path" and "range" in str(attributes.get("class"))]
+    assert len(bands) == 2  # helpful accuracy, of either arm
+
+
+def test_a_study_of_nothing_yet_has_a_page_too() -> None:
+    results = results_of(small())
+    page = check(study_page(results))
+    assert "4 of 4 games are not there" in page.text
+    assert "no value" in markdown_text(results)
