@@ -73,19 +73,13 @@ def impossibilities(experiment: Experiment) -> list[str]:
             f"training.overlong_buffer = {training.overlong_buffer} does not fit into rollout.max_tokens = "
             f"{rollout.max_tokens}"
         )
-    for player, precision in (("prover", "training.precision"), ("verifier", "verifier.precision")):
-        if getattr(experiment.models, player).dtype != "float32":
-            found.append(
-                f"models.{player}.dtype = {getattr(experiment.models, player).dtype!r} holds weights that cannot be "
-                f"trained: small updates vanish in their rounding; set it to 'float32', and {precision}"
-                f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16'"
-            )
     for part in (
         _impossible_prefetch,
         _impossible_stragglers,
         _impossible_sampling,
         _impossible_experts,
         _impossible_servers,
+        _impossible_dtypes,
         _impossible_verifiers,
         _impossible_roles,
         impossible_learning,
@@ -264,9 +258,33 @@ def _impossible_servers(experiment: Experiment) -> list[str]:
     return found
 
 
+def _impossible_dtypes(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, weights that are trained and cannot be. Below adapters they are frozen."""
+    trained = {
+        "prover": (experiment.training.lora_rank == 0, "training"),
+        "verifier": (experiment.verifier.lora_rank == 0, "verifier"),
+    }
+    found = []
+    for player, (all_weights, section) in trained.items():
+        dtype = getattr(experiment.models, player).dtype
+        if dtype != "float32" and all_weights:
+            found.append(
+                f"models.{player}.dtype = {dtype!r} holds weights that cannot be trained: small updates vanish in "
+                f"their rounding; set it to 'float32', and {section}.precision"
+                f"{' and rollout.dtype' if player == 'prover' else ''} to 'bfloat16', or train adapters alone "
+                f"({section}.lora_rank)"
+            )
+    return found
+
+
 def _impossible_verifiers(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of ensembles."""
+    """Of the impossible combinations, those of ensembles and adapters."""
     verifier, found = experiment.verifier, []
+    if verifier.engine == "vllm" and verifier.lora_rank:
+        found.append(
+            f"verifier.lora_rank = {verifier.lora_rank} trains adapters, and verifier.engine = 'vllm' brings whole "
+            "weights to servers; set the latter to 'torch', or verifier.lora_rank to 0"
+        )
     if verifier.engine == "vllm" and verifier.ensemble > 1:
         found.append(
             f"verifier.ensemble = {verifier.ensemble} needs as many sets of weights, and servers hold one verifier at "
@@ -358,8 +376,15 @@ def oddities(experiment: Experiment) -> list[str]:
 
 
 def _odd_verifiers(experiment: Experiment) -> list[str]:
-    """Of the oddities, those of ensembles."""
-    verifier, found = experiment.verifier, []
+    """Of the oddities, those of ensembles and adapters."""
+    verifier, models, found = experiment.verifier, experiment.models, []
+    if verifier.lora_alpha != type(verifier).model_fields["lora_alpha"].default and verifier.lora_rank == 0:
+        found.append("verifier.lora_alpha has no effect on verifier.lora_rank = 0, which trains all weights")
+    if verifier.lora_rank and models.verifier != models.prover and models.verifier.source == models.prover.source:
+        found.append(
+            "models.verifier and models.prover name one source in two dtypes, so that its weights are in memory twice; "
+            "make them alike"
+        )
     if verifier.ensemble == 1:
         for key, without_effect in (("aggregation", verifier.aggregation != "mean"), ("bag", verifier.bag < 1.0)):
             if without_effect:

@@ -180,6 +180,10 @@ class Verifier(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1  # share of the mint's problems kept for calibration and AUC
     acceptance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9  # share of correct solutions that the threshold accepts
+    # 0: all weights are trained; else the head, and adapters of all linear layers on frozen weights, which are the
+    # prover's base itself where models.verifier is models.prover
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    lora_alpha: Positive = 16.0  # an adapter's product is scaled by lora_alpha / lora_rank
     ensemble: Count = 1  # members, each trained for `steps` on pairs of its own draw, that score as one
     aggregation: Literal["mean", "median", "min"] = "mean"  # of the members' scores, brought to one scale
     bag: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # share of the mint's problems that each member learns from

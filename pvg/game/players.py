@@ -18,6 +18,7 @@ from pvg.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
 from pvg.models import open_model, pick_device
+from pvg.models.adapters import attach_adapters
 from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
@@ -117,13 +118,33 @@ class Players:
         (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        """A verifier at its initial weights, as `member` of an ensemble where its head's start leaves anything free;
-        the caller closes it. `like`: another member, with which it shares what never changes."""
+        """A verifier at its initial weights, as `member` of an ensemble where these leave anything free; the caller
+        closes it. `like`: another member, with which it shares what never changes. Raises what `attach_adapters` and
+        `build_verifier` raise."""
         experiment = self.experiment
-        verifier = build_verifier(experiment.verifier, open_model(experiment.models.verifier, self.device), like)
+        section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
+        seed = seed_for(experiment.seed, *place)
+        if not section.lora_rank:
+            model = open_model(models.verifier, self.device)
+        elif self.verifier_is_on_base:
+            model = self._with_adapters(self.base, seed)
+        else:
+            with open_model(models.verifier, self.device) if like is None else like.start_model() as start:
+                model = self._with_adapters(start, seed)
+        verifier = build_verifier(section, model, like)
         if member:  # the first one is what a verifier without an ensemble is
-            verifier.start_elsewhere(seed_for(experiment.seed, round_, "verifier-start", member))
+            verifier.start_elsewhere(seed)
         return verifier
+
+    @property
+    def verifier_is_on_base(self) -> bool:
+        """Whether the verifier is adapters on the base prover's own weights."""
+        models = self.experiment.models
+        return bool(self.experiment.verifier.lora_rank) and models.verifier == models.prover
+
+    def _with_adapters(self, start: LanguageModel, seed: int) -> LanguageModel:
+        section = self.experiment.verifier
+        return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
 
     def template(self, verifier: Judge) -> VerifierTemplate:
         return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads)

@@ -65,13 +65,13 @@ async def train_prover(session: Session) -> None:
 
 
 def open_learner(players: Players, round_: int) -> LanguageModel:
-    """The prover as the training of every round starts from it, with adapters where these are what is trained. The
-    caller closes it. Raises what `attach_adapters` raises."""
+    """The prover as the training of every round starts from it: a copy of the base, or adapters on the base's own
+    weights where these are what is trained. The caller closes it. Raises what `attach_adapters` raises."""
     experiment, training = players.experiment, players.experiment.training
     if not training.lora_rank:
         return players.base.copy()
     seed = seed_for(experiment.seed, round_, "adapters")
-    return attach_adapters(players.base, training.lora_rank, training.lora_alpha, seed)
+    return attach_adapters(players.base, training.lora_rank, training.lora_alpha, seed, shared=True)
 
 
 async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], Adapter | None]:

@@ -5,8 +5,14 @@
     learner.weights()            # the whole model's tensors, adapters merged in: W + (alpha / rank) B A
     learner.adapter()            # the adapters alone, as peft saves them and vLLM loads them
 
+    shared = attach_adapters(base, rank=16, alpha=16.0, seed=7, shared=True)   # on base's own weights: no copy of them
+
+Nothing is ever switched on or off. A model with adapters is a tree of modules of its own over the frozen weights, and
+the model without them another tree over the same weights, in memory once: each forward pass goes through one of them,
+whoever else computes in between. With adapters of the prover and of a verifier there are three such trees.
+
 Invariants: whoever reads `weights()` cannot tell an adapted model from one whose weights were all trained; the adapters
-at the start are a function of their seed, and change nothing (B is zero).
+at the start are a function of their seed, and change nothing (B is zero); a forward pass sees nobody else's adapters.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 import torch
@@ -28,22 +34,31 @@ from pvg.models.low_rank import Adapter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pvg.models.tokenizer import Tokenizer
-
 KEY = "default"  # peft can hold several sets of adapters, each under a name; this is the one we have
 PREFIX = "base_model.model."  # what peft puts before a module's name in the files it saves
 
 
-def attach_adapters(model: LanguageModel, rank: int, alpha: float, seed: int) -> AdaptedModel:
-    """A copy of `model` with adapters of all its linear layers but the output head; the caller closes it.
+def attach_adapters(
+    model: LanguageModel,
+    rank: int,
+    alpha: float,
+    seed: int,
+    *,
+    shared: bool = False,
+    section: Literal["training", "verifier"] = "training",
+) -> AdaptedModel:
+    """A model with adapters of all of `model`'s linear layers but the output head; the caller closes it.
 
-    `model` stays as it is. Raises MissingRequirementError without peft, ConfigurationError for a rank above the
-    smallest side of a layer and for a model that has no such layers or ties one of them to another weight.
+    It has a copy of the weights, and `model` stays as it is; or with `shared`, the very weights of `model`, which then
+    require no gradient and must stay as they are as long as it is open. `section` is of the settings that are to be
+    named in messages. Raises MissingRequirementError without peft, ConfigurationError for a rank above the smallest
+    side of a layer and for a model that has no such layers or ties one of them to another weight.
     """
-    peft = _peft()
-    module = copy.deepcopy(model.module)
-    layers = _linear_layers(module)
-    _check(model, layers, rank)
+    peft = _peft(section)
+    layers = tuple(_linear_layers(model.module))
+    _check(model, rank, section)
+    frozen = model.module if shared else copy.deepcopy(model.module)
+    module = _on_the_same_weights(frozen)
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -56,23 +71,34 @@ def attach_adapters(model: LanguageModel, rank: int, alpha: float, seed: int) ->
     )
     with torch.random.fork_rng(devices=[]):  # peft draws weights of its own, which are replaced below
         module = peft.inject_adapter_in_model(config, module, KEY)
-    return AdaptedModel(module, model.tokenizer, model.name, tuple(layers), _plain_config(config), seed)
+    return AdaptedModel(module, frozen, model, layers, _plain_config(config), seed, shared=shared)
+
+
+def _on_the_same_weights(module: PreTrainedModel) -> PreTrainedModel:
+    """A tree of modules and a configuration of its own, whose parameters and buffers are the very same tensors."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 class AdaptedModel(LanguageModel):
     """A LanguageModel with adapters. `weights`, `load_weights`, `copy`, `save` and `fingerprint` speak of the merged
-    model; `module` is the one that trains."""
+    model; `module` is the one that trains, `start` the one without them."""
 
     def __init__(
         self,
         module: PreTrainedModel,
-        tokenizer: Tokenizer,
-        name: str,
+        frozen: PreTrainedModel,
+        model: LanguageModel,
         layers: tuple[str, ...],
         config: Mapping[str, object],
         seed: int,
+        *,
+        shared: bool,
     ) -> None:
-        super().__init__(module, tokenizer, name)
+        """`module` has adapters on the weights of `frozen`; `model` is where these come from."""
+        super().__init__(module, model.tokenizer, model.name)
+        self._frozen: PreTrainedModel | None = frozen
+        self._shared = shared
         self._layers = layers
         self._config = config
         self._seed = seed
@@ -105,9 +131,23 @@ class AdaptedModel(LanguageModel):
         return Adapter(tensors, self._config)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the frozen model and start the adapters over."""
-        super().load_weights(tensors)
+        """Copy `tensors` into the frozen model and start the adapters over. Shared weights take only what they hold:
+        another's raise ConfigurationError."""
+        if self._shared:
+            self._check_unchanged(tensors)
+        else:
+            super().load_weights(tensors)
         self._start_over()
+
+    def start(self) -> LanguageModel:
+        """The model without its adapters, on the same weights."""
+        self.module  # noqa: B018 - ModelClosedError
+        assert self._frozen is not None
+        return LanguageModel(self._frozen, self.tokenizer, self.name)
+
+    def close(self) -> None:
+        self._frozen = None
+        super().close()
 
     def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
         """A model of its own without adapters: they are merged into its weights."""
@@ -119,6 +159,13 @@ class AdaptedModel(LanguageModel):
         del module.peft_config
         module.requires_grad_(True)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
+
+    def _check_unchanged(self, tensors: Mapping[str, Tensor]) -> None:
+        weights, first_names = self._named_weights()
+        for name, tensor in tensors.items():
+            first = first_names.get(name)
+            if first is None or tensor.shape != weights[first].shape or not torch.equal(weights[first], tensor):
+                raise self._misfit(f"has its weights from another model, which {name!r} would change")
 
     def _save_module(self, directory: Path) -> None:
         with self.copy() as merged:
@@ -155,12 +202,12 @@ class AdaptedModel(LanguageModel):
                 layer.lora_B[KEY].weight.zero_()
 
 
-def _peft() -> Any:
+def _peft(section: str) -> Any:
     try:
         import peft
     except ImportError as error:
         raise MissingRequirementError(
-            f"Training low-rank adapters (training.lora_rank) needs the package peft: {error}.",
+            f"Training low-rank adapters ({section}.lora_rank) needs the package peft: {error}.",
             "pip install 'pvg[lora]'",
         ) from None
     return peft
@@ -176,8 +223,8 @@ def _linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
     return {n: part for n, part in module.named_modules() if isinstance(part, nn.Linear) and n not in heads}
 
 
-def _check(model: LanguageModel, layers: Mapping[str, nn.Linear], rank: int) -> None:
-    everything = "Set training.lora_rank = 0 to train all weights."
+def _check(model: LanguageModel, rank: int, section: str) -> None:
+    everything, layers = f"Set {section}.lora_rank = 0 to train all weights.", _linear_layers(model.module)
     if not layers:
         raise ConfigurationError(f"Model {model.name!r} has no linear layers that could carry adapters.", everything)
     names: dict[int, list[str]] = {}
@@ -192,7 +239,7 @@ def _check(model: LanguageModel, layers: Mapping[str, nn.Linear], rank: int) -> 
     smallest, side = min((min(layer.weight.shape), name) for name, layer in layers.items())
     if rank > smallest:
         raise ConfigurationError(
-            f"training.lora_rank = {rank} is larger than {smallest}, the smaller side of {side!r} of model "
+            f"{section}.lora_rank = {rank} is larger than {smallest}, the smaller side of {side!r} of model "
             f"{model.name!r}.",
             f"Set it to at most {smallest}, or to 0 to train all weights.",
         )

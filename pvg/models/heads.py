@@ -57,6 +57,10 @@ class VerifierModel(nn.Module):
         """Most tokens of problem and solution together."""
         return self._language_model.max_length
 
+    def start_model(self) -> LanguageModel:
+        """The language model as training found it; the caller owns it. Of adapters, the frozen weights themselves."""
+        return self._language_model.start()
+
     @property
     def shape(self) -> str:
         """The language model's sizes, as LanguageModel says them."""
@@ -188,8 +192,9 @@ class ScalarHead(VerifierModel):
 class ImplicitHead(VerifierModel):
     """V = beta sum_t (log pi_phi(z_t) - log pi_ref(z_t)) + b over the solution's tokens z_t; b is learned, from 0.
 
-    pi_ref is a frozen copy of the model's own start. Source: the implicit reward of PRIME (arXiv 2502.01456) and of the
-    work before it, used as a verifier. An untrained one scores every solution 0.
+    pi_ref is the model's own start: a frozen copy, or with adapters the model without them, on the same weights.
+    Source: the implicit reward of PRIME (arXiv 2502.01456) and of the work before it, used as a verifier. An untrained
+    one scores every solution 0.
     """
 
     needs_reference = True
@@ -205,8 +210,7 @@ class ImplicitHead(VerifierModel):
         if isinstance(like, ImplicitHead):
             self._reference_model = like._reference_model.again()
         else:
-            self._reference_model = language_model.copy()
-            self._reference_model.module.requires_grad_(False)
+            self._reference_model = language_model.start()
 
     @property
     def start(self) -> nn.Module:

@@ -93,6 +93,13 @@ class LanguageModel:
         module = copy.deepcopy(self.module)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
 
+    def start(self) -> LanguageModel:
+        """This model as it is now, for good: frozen weights that do not change when these are trained. A copy here;
+        where weights are frozen anyway (pvg.models.adapters), these. The caller owns it."""
+        frozen = self.copy()
+        frozen.module.requires_grad_(False)
+        return frozen
+
     def again(self) -> LanguageModel:
         """The same weights with another owner: they are freed when all of their owners have closed."""
         return LanguageModel(self.module, self.tokenizer, self.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ import numpy as np
 import pytest
 import torch
 from kill_drill import differences, fingerprint, small_experiment
+from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment, build_experiment
+from pvg.game import verifier_phase
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_round_verifier
 from pvg.game.run import Outcome, play
+from pvg.game.seeds import seed_for
 from pvg.models.ensembles import VerifierEnsemble
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.journal import read_json_lines
 from pvg.store.manifest import read_manifests
-from pvg.store.pairs import is_held_out, is_in_bag
+from pvg.store.pairs import PairStream, PairView, is_held_out, is_in_bag
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
@@ -140,11 +144,8 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
         finally:
             await players.close()
 
-    from pvg.store.shards import RolloutShards, ShardInfo
-
-    shards = RolloutShards(whole.path)
-    infos = [ShardInfo.from_plain(plain) for plain in state_of(whole)["shards"] if "mint" in plain["path"]]
-    held_out = [r for info in infos for r in shards.read(info) if is_held_out(r.problem_id, 0.3)]
+    everything = recorded(whole)
+    held_out = [r for r in everything if "mint" in r.id and is_held_out(r.problem_id, 0.3)]
     version, threshold, scores_N, correct_N = asyncio.run(judged())
     assert (version, threshold) == (meta["version"], meta["threshold"])
     assert threshold in scores_N[correct_N].tolist()
@@ -152,24 +153,34 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
         row for row in read_json_lines(whole.metrics) if row["kind"] == "phase" and row["phase"] == "train_verifier"
     ]
     assert phase["metrics"]["verifier_auc"] == auc(scores_N[correct_N], scores_N[~correct_N])
-    played_with = [
-        r.verifier_version
-        for plain in state_of(whole)["shards"]
-        if "mint" not in plain["path"]
-        for r in shards.read(ShardInfo.from_plain(plain))
-    ]
+    played_with = [r.verifier_version for r in everything if "mint" not in r.id]
     assert set(played_with) == {version}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"aggregation": "mean", "head": "scalar"}, {"aggregation": "median", "bag": 0.7, "robust": "group_dro"}],
-    ids=["mean of scalar heads", "median of bags"],
-)
-def test_other_ensembles_play_to_the_end(settings: dict[str, Any], tmp_path: Path) -> None:
-    outcome, run = played(ensemble_experiment(steps=2, **settings), tmp_path)
+def test_an_ensemble_of_scalar_heads_plays_to_the_end(tmp_path: Path) -> None:
+    outcome, run = played(ensemble_experiment(steps=2, aggregation="mean", head="scalar"), tmp_path)
     assert outcome.status == "complete"
     assert len(state_of(run)["weights"]) == 5
+
+
+def test_members_learn_from_the_problems_in_their_bags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+
+    class Noting(PairStream):
+        def __init__(self, view: PairView, weights: Mapping[str, float], seed: int) -> None:
+            super().__init__(view, weights, seed)
+            seen.append({view.problem_ids[number] for number in view.problems_R})
+
+    monkeypatch.setattr(verifier_phase, "PairStream", Noting)
+    outcome, run = played(ensemble_experiment(steps=2, aggregation="median", bag=0.7, robust="group_dro"), tmp_path)
+    assert outcome.status == "complete"
+    minted = {r.problem_id for r in recorded(run) if "mint" in r.id}
+    trained = {problem for problem in minted if not is_held_out(problem, 0.3)}
+    bags = [seed_for(0, 0, "bag", member) for member in (0, 1, 2)]
+    expected = [{problem for problem in trained if is_in_bag(problem, bag, 0.7)} for bag in bags]
+    assert seen[:3] == expected
+    assert len({frozenset(bag) for bag in expected}) == 3
+    assert all(bag < trained for bag in expected)
 
 
 def test_killed_within_members_it_ends_like_the_uninterrupted_run(whole: RunDirectory, tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Rounds whose verifier is adapters, on the prover's own base where both name one model: what is saved, shared, resumed
+and refused; and that nobody's adapters reach anybody else's forward pass, pipelined or not."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kill_drill import differences, fingerprint, small_experiment
+from test_configurations import StopAt, rows
+from test_stragglers import recorded
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.players import Players
+from pvg.game.run import play
+from pvg.models import open_model
+from pvg.models.adapters import attach_adapters
+from pvg.models.heads import build_verifier
+from pvg.store.checkpoints import read_checkpoint
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.template import VerifierTemplate
+
+RANK = 4
+ON_BASE = {"models.verifier": {"source": "embedded:modchain-prover"}}
+BOTH = {"training.lora_rank": RANK, "verifier.lora_rank": RANK, **ON_BASE}
+CPU = torch.device("cpu")
+
+
+def changed(settings: dict[str, Any]) -> Experiment:
+    plain = small_experiment().plain()
+    small = {"game.rounds": 1, "verifier.steps": 5, "training.steps": 4, "training.learning_rate": 1e-2}
+    for key, value in {**small, "verifier.learning_rate": 1e-2, **settings}.items():
+        section, name = key.split(".")
+        plain.setdefault(section, {})[name] = value
+    return build_experiment(plain)
+
+
+def played(
+    experiment: Experiment, root: Path, *, stop_at: tuple[str, int] = ("", 0), resume: bool = False
+) -> RunDirectory:
+    async def work() -> None:
+        stop = asyncio.Event()
+        await play(experiment, run, observer=StopAt(stop, *stop_at), stop=stop, resume=resume)
+
+    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
+    with run.lock():
+        asyncio.run(work())
+    return run
+
+
+def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarray, np.ndarray, float]:
+    """The scores of the prover's training as they were played, as the saved verifier gives them on weights that
+    nobody else has, and how much they tell apart."""
+    section = experiment.verifier
+    with open_model(experiment.models.verifier, CPU) as base:
+        model = attach_adapters(base, section.lora_rank, section.lora_alpha, seed=0)
+        verifier = build_verifier(section, model)
+        tensors, _ = read_checkpoint(run.weights, "round-000-verifier")
+        verifier.load_trainable_state(tensors)
+        template = VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, section.head)
+        rollouts = [r for r in recorded(run) if "train_prover" in r.id]
+        with ThreadPoolExecutor(1) as executor:
+            scorer = VerifierScorer(
+                verifier,
+                template,
+                verifier.version(),
+                cache_entries=10_000,
+                token_budget=section.score_tokens,
+                executor=executor,
+                prover_fingerprint=base.tokenizer.fingerprint,
+            )
+            found_N = asyncio.run(scorer.score(rollouts))
+        verifier.close()
+    told_N = np.array([r.score for r in rollouts], dtype=np.float32)
+    return told_N, found_N, float(found_N.std())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rollout.prefetch": 1}, {"verifier.head": "scalar", "verifier.loss": "cross_entropy"}],
+    ids=["in turns", "pipelined", "scalar"],
+)
+def test_players_on_one_base_do_not_reach_into_each_other(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the prover's adapters learn, the verifier scores as alone, and the base stays what it was."""
+    experiment, seen = changed({**BOTH, **settings}), {}
+    close = Players.close
+
+    async def noting(players: Players) -> None:
+        seen["base"] = players.base.fingerprint()
+        await close(players)
+
+    monkeypatch.setattr(Players, "close", noting)
+    run = played(experiment, tmp_path)
+    with open_model(experiment.models.prover, CPU) as base:
+        assert seen["base"] == base.fingerprint()
+    told_N, found_N, spread = isolated_scores(experiment, run)
+    assert spread > 1e-2
+    assert told_N.tobytes() == found_N.tobytes()
+    # The reference is the base without adapters: at first the policy itself, and then something else.
+    kl = [row["metrics"]["kl"] for row in rows(run, "step") if row["phase"] == "train_prover"]
+    assert abs(kl[0]) < 1e-6
+    assert kl[-1] > 1e-4
+    weights, _ = read_checkpoint(run.weights, "round-000-verifier")
+    assert {name for name in weights if ".lora_" not in name} <= {"bias", "weight_D"}
+
+
+def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -> None:
+    experiment = changed(BOTH)
+
+    async def look() -> None:
+        players = Players(experiment, open_task(experiment.task))
+        try:
+            await players.ready()
+            from pvg.game.prover_phase import open_learner
+
+            verifier = await players.compute(players.open_verifier)
+            learner = await players.compute(lambda: open_learner(players, 0))
+            own = {id(p) for p in players.base.module.parameters()}
+            for module in (verifier.backbone, learner.module):
+                assert module is not None
+                assert {id(p) for n, p in module.named_parameters() if ".lora_" not in n} == own
+            sampler = players.engine._model.module  # type: ignore[attr-defined]
+            shared = {p.untyped_storage().data_ptr() for p in players.base.module.parameters()}
+            assert not shared & {p.untyped_storage().data_ptr() for p in sampler.parameters()}
+            learner.close()
+            verifier.close()
+            starts = [players.open_verifier(*place) for place in ((0, 0), (0, 0), (1, 0), (0, 1))]
+            assert len({one.version() for one in starts}) == 3  # each round and each member begins elsewhere
+            for one in starts:
+                one.close()
+        finally:
+            await players.close()
+
+    asyncio.run(look())
+
+
+def test_verifiers_of_another_model_carry_adapters_too(tmp_path: Path) -> None:
+    """An ensemble of adapters on the verifier's own model, below which the prover's weights are all trained."""
+    settings = {"verifier.lora_rank": RANK, "verifier.ensemble": 2, "verifier.aggregation": "min", "verifier.steps": 2}
+    run = played(changed({**settings, "training.steps": 1}), tmp_path)
+    members = [read_checkpoint(run.weights, f"round-000-verifier-member-{k}")[0] for k in (0, 1)]
+    for name, tensor in members[0].items():
+        assert name == "bias" or ".lora_" in name
+        assert not torch.equal(tensor, members[1][name])
+    prover, _ = read_checkpoint(run.weights, "round-000-prover")
+    with open_model(small_experiment().models.prover, CPU) as base:
+        assert not any(torch.equal(tensor, prover[name]) for name, tensor in base.weights().items())
+
+
+def test_stopped_in_both_trainings_it_ends_like_the_uninterrupted_run(tmp_path: Path) -> None:
+    experiment = changed({**BOTH, "store.commit_every": 2})
+    played(experiment, tmp_path / "whole")
+    played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 4))
+    played(experiment, tmp_path / "stopped", stop_at=("train_prover", 3), resume=True)
+    played(experiment, tmp_path / "stopped", resume=True)
+    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+
+
+def test_frozen_weights_may_be_bfloat16(tmp_path: Path) -> None:
+    both = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
+    experiment = changed({**BOTH, "models.prover": both, "models.verifier": both, "training.steps": 2})
+    run = played(experiment, tmp_path)
+    verifier, _ = read_checkpoint(run.weights, "round-000-verifier")
+    adapter, _ = read_checkpoint(run.weights, "round-000-prover-adapter")
+    assert {t.dtype for t in [*verifier.values(), *adapter.values()]} == {torch.float32}
+    told_N, found_N, _ = isolated_scores(experiment, run)
+    assert told_N.tobytes() == found_N.tobytes()
+
+
+def test_what_adapters_cannot_do_is_refused_and_what_they_waste_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"verifier\.lora_rank = 1000 is larger than"):
+        played(changed({**BOTH, "verifier.lora_rank": 1000}), tmp_path)
+    assert not (tmp_path / "drill" / "state.json").exists()
+    serving = {"serving.verifier_servers": ["http://127.0.0.1:1"]}
+    with pytest.raises(ConfigurationError, match=r"verifier\.lora_rank = 4 trains adapters"):
+        changed({**BOTH, **serving, "verifier.engine": "vllm"})
+    reduced = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
+    with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters alone"):
+        changed({"models.verifier": reduced})
+    complaint = "verifier.lora_alpha has no effect on verifier.lora_rank = 0"
+    assert any(complaint in line for line in changed({"verifier.lora_alpha": 8.0}).warnings())
+    assert not any(complaint in line for line in changed({**BOTH, "verifier.lora_alpha": 8.0}).warnings())
+    twice = changed({**BOTH, "models.verifier": reduced}).warnings()
+    assert any("in memory twice" in line for line in twice)

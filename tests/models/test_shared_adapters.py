@@ -1,0 +1,189 @@
+"""Adapters on another model's own weights: in memory once, and no forward pass sees another's adapters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+
+import pytest
+import torch
+from tiny_ensembles import inputs, language
+from torch import Tensor, nn
+
+from pvg import sections
+from pvg.errors import ConfigurationError
+from pvg.models.adapters import AdaptedModel, attach_adapters
+from pvg.models.heads import HEADS, VerifierModel, build_verifier
+from pvg.models.language_model import LanguageModel, ModelClosedError
+
+RANK, ALPHA = 4, 8.0
+IDS = torch.arange(2, 19)[None]
+
+
+def logits(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(input_ids=IDS, use_cache=False).logits
+    return found
+
+
+def moved(parameters: Iterable[Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in parameters:
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+
+
+def adapters(model: LanguageModel, seed: int) -> AdaptedModel:
+    """On the weights of `model`, as after some training."""
+    found = attach_adapters(model, RANK, ALPHA, seed, shared=True)
+    moved((p for p in found.module.parameters() if p.requires_grad), seed)
+    return found
+
+
+def judge(head: str, base: LanguageModel, seed: int, *, shared: bool = True) -> VerifierModel:
+    adapted = attach_adapters(base, RANK, ALPHA, seed, shared=shared, section="verifier")
+    verifier = build_verifier(sections.Verifier(head=head), adapted)  # type: ignore[arg-type]
+    moved(verifier.trainable_state().values(), seed)
+    return verifier
+
+
+def storages(*modules: nn.Module) -> dict[int, int]:
+    """The bytes of every piece of memory that parameters and buffers of these modules lie in, by its address."""
+    tensors = [t for module in modules for t in [*module.parameters(), *module.buffers()]]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def test_weights_are_in_memory_once_for_the_base_the_prover_and_the_verifier() -> None:
+    base = language("implicit")
+    alone = storages(base.module)
+    prover, verifier = adapters(base, 1), judge("implicit", base, 2)
+    assert verifier.backbone is not None
+    start = verifier.start  # type: ignore[attr-defined]
+    own = {id(p) for p in base.module.parameters()}
+    for module in (prover.module, verifier.backbone):
+        parameters = dict(module.named_parameters())
+        assert {id(p) for name, p in parameters.items() if ".lora_" not in name} == own
+        assert {name for name, p in parameters.items() if p.requires_grad} == {n for n in parameters if ".lora_" in n}
+    assert [id(p) for p in start.parameters()] == [id(p) for p in base.module.parameters()]
+    together = storages(base.module, prover.module, verifier, start)
+    added = sum(p.numel() * 4 for m in (prover.module, verifier) for p in m.parameters() if p.requires_grad)
+    assert together.keys() >= alone.keys()
+    assert sum(together.values()) == sum(alone.values()) + added
+    assert added < sum(alone.values()) / 2
+
+
+def test_no_forward_pass_sees_anothers_adapters() -> None:
+    """However they take turns, each computes what it computes with weights of its own."""
+    base, isolated = language("implicit"), language("implicit")
+    plain = logits(isolated.module)
+    prover, verifier = adapters(base, 1), judge("implicit", base, 2)
+    prover_alone = adapters(isolated.copy(), 1)
+    verifier_alone = judge("implicit", isolated, 2, shared=False)
+    expected = logits(prover_alone.module)
+    assert (expected - plain).abs().max() > 0.1
+    rows = inputs(6)
+    with torch.no_grad():
+        scores_B = verifier_alone(*rows)
+    assert scores_B.abs().max() > 0.1
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(verifier(*rows), scores_B)
+        assert torch.equal(logits(prover.module), expected)
+        assert torch.equal(logits(base.module), plain)
+        # A training step of one moves neither the others nor the base.
+        loss = verifier(*rows).square().sum() + prover.module(input_ids=IDS).logits.square().mean()
+        loss.backward()
+    assert all(p.grad is None for p in base.module.parameters())
+    moved((p for p in prover.module.parameters() if p.requires_grad), 9)
+    assert not torch.equal(logits(prover.module), expected)
+    with torch.no_grad():
+        assert torch.equal(verifier(*rows), scores_B)
+    assert torch.equal(logits(base.module), plain)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_verifier_with_adapters_scores_as_the_merged_one(head: str) -> None:
+    """A verifier of the same head whose every weight is its own, at the weights that the adapters make."""
+    base = language(head)
+    verifier = judge(head, base, 3)
+    merged = build_verifier(sections.Verifier(head=head), base.copy())  # type: ignore[arg-type]
+    weights = {f"backbone.{n}": t for n, t in verifier._language_model.weights().items()}
+    own = {name: t for name, t in verifier.trainable_state().items() if ".lora_" not in name}
+    with torch.no_grad():
+        for name, weight in merged.named_parameters():
+            weight.copy_({**weights, **own}[name])
+        assert torch.allclose(verifier(*inputs(8)), merged(*inputs(8)), atol=1e-3)
+        assert verifier(*inputs(8)).std() > 1e-2
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> None:
+    base = language(head)
+    verifier, heads_own = (
+        judge(head, base, 3),
+        {"scalar": {"weight_D", "bias"}, "implicit": {"bias"}, "yes_token": set()},
+    )
+    state = verifier.trainable_state()
+    assert {name for name in state if ".lora_" not in name} == heads_own[head]
+    assert sum(".lora_" in name for name in state) == 2 * 2 * 7  # A and B of seven layers in two blocks
+    again = build_verifier(  # type: ignore[arg-type]
+        sections.Verifier(head=head), attach_adapters(base, RANK, ALPHA, 77, shared=True)
+    )
+    again.load_trainable_state(state)
+    assert again.version() == verifier.version()
+    with torch.no_grad():
+        assert torch.equal(again(*inputs(5)), verifier(*inputs(5)))
+
+
+@pytest.mark.parametrize("head", ["scalar", "implicit"])
+def test_fresh_adapters_of_a_verifier_score_every_solution_zero(head: str) -> None:
+    base = language(head)
+    verifier = build_verifier(  # type: ignore[arg-type]
+        sections.Verifier(head=head), attach_adapters(base, RANK, ALPHA, 0, shared=True)
+    )
+    with torch.no_grad():
+        assert verifier(*inputs(4)).abs().max() < 1e-5
+
+
+def test_members_of_an_ensemble_of_adapters_share_one_base() -> None:
+    base = language("implicit")
+    members = [judge("implicit", base, 1)]
+    with members[0].start_model() as start:
+        members.append(judge("implicit", start, 2))
+    base.close()
+    one, two = (m.backbone for m in members)
+    assert one is not None
+    assert two is not None
+    frozen = [{id(p) for n, p in module.named_parameters() if ".lora_" not in n} for module in (one, two)]
+    assert frozen[0] == frozen[1]
+    with torch.no_grad():
+        members[1](*inputs(3))  # its base's owner has closed
+
+
+def test_shared_weights_cannot_be_changed_by_loading() -> None:
+    base = language("implicit")
+    before, prover = base.fingerprint(), adapters(base, 1)
+    with pytest.raises(ConfigurationError, match="has its weights from another model"):
+        prover.load_weights(prover.weights())
+    with pytest.raises(ConfigurationError, match="'nonsense' would change"):
+        prover.load_weights({"nonsense": torch.zeros(1)})
+    prover.load_weights(base.weights())  # what it has already: the adapters start over
+    assert prover.fingerprint() == base.fingerprint() == before
+
+
+def test_closing_frees_what_is_its_own_and_the_rest_with_the_last_owner() -> None:
+    base = language("implicit")
+    verifier = judge("implicit", base, 2)
+    adapter = weakref.ref(next(p for name, p in verifier.named_parameters() if ".lora_" in name))
+    frozen = weakref.ref(next(base.module.parameters()))
+    verifier.close()
+    gc.collect()
+    assert adapter() is None
+    assert frozen() is not None
+    logits(base.module)
+    base.close()
+    gc.collect()
+    assert frozen() is None
+    with pytest.raises(ModelClosedError):
+        verifier.start_model()
