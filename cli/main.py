@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, serve, train
+from cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, rollout, serve, train
 from cli.boundary import Commands
 from pvg import __version__
 from pvg.spinning import bound_spinning
@@ -51,6 +51,7 @@ serve.register(app)
 bench.register(app)
 compare.register(app)
 report.register(app)
+evaluate.register(app)
 config.register(app)
 doctor.register(app)
 diagnose.register(app)
