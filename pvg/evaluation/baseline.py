@@ -74,7 +74,9 @@ async def baseline_of(
     points = [(BASE_SOURCE, origin)]
     probes = await _trained(study) if run is None else _of_run(study, run)
     for place, probe in enumerate(probes):
-        rollouts = await sampled(study, probe.samples, partial(_load, study, probe, first_version(BASELINE_RANGE + 1 + place)))
+        rollouts = await sampled(
+            study, probe.samples, partial(_load, study, probe, first_version(BASELINE_RANGE + 1 + place))
+        )
         of = digest_of(study, probe.samples)
         found = await reach(study, probe.samples.name, of, rollouts, study.test_problems(), probe.tensors)
         points.append((probe.label, found))

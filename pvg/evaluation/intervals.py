@@ -50,8 +50,8 @@ def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At 0 and at 1 the bound is exact; rounding must not leave it beside the share.
-    return (0.0 if share == 0.0 else max(0.0, centre - half)), (1.0 if share == 1.0 else min(1.0, centre + half))
+    # At 0 and at 1 a bound is the share itself: rounding must not put it beside.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def numbered(names: Sequence[str]) -> Ints:

@@ -14,14 +14,18 @@ from pvg.reporting.figures import ABSENT
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, section
 
 
-def interval(number: Number | None, *, digits: int = 3) -> str:
-    """`0.912 [0.880, 0.941]`, with a dash for what there is not."""
+def interval(number: Number | None, *, digits: int = 2) -> str:
+    """`0.91 [0.88, 0.94]`, with a dash for what there is not."""
     if number is None or number.value is None:
         return ABSENT
     value = f"{number.value:.{digits}f}"
     if number.low is None or number.high is None:
         return f"{value} [{ABSENT}]"
     return f"{value} [{number.low:.{digits}f}, {number.high:.{digits}f}]"
+
+
+def _value(number: Number) -> str:
+    return ABSENT if number.value is None else f"{number.value:.2f}"
 
 
 def steps_to_exploit(attack: Attack) -> str:
@@ -37,7 +41,7 @@ def evaluation_tables(report: EvaluationReport) -> Group:
     parts: list[RenderableType] = [_headline(report)]
     rounds = report.rounds
     for title, table in (
-        ("Steps to exploit, by fresh sneaky-only attackers", _exploit(rounds)),
+        ("Steps to exploit, and the trained attackers on test problems", _exploit(rounds)),
         ("Detection at the run's threshold", _detection(rounds)),
         ("Best of n", _best_of_n(rounds)),
         ("Telling helpful from sneaky by style (AUC, 0.5 is not at all)", _separability(rounds)),
@@ -72,8 +76,8 @@ def _table(*columns: tuple[str, str]) -> Table:
 
 
 def _exploit(rounds: Sequence[RoundEvaluation]) -> Table | None:
-    table = _table(("round", ""), ("attacker", ""), ("steps", "bold"), ("closest gap", ""), ("wrong, fresh", SNEAKY),
-                   ("gap, fresh", SNEAKY), ("accepted, fresh", VERIFIER))  # fmt: skip
+    table = _table(("round", ""), ("attacker", ""), ("steps", "bold"), ("closest", ""), ("wrong", SNEAKY),
+                   ("gap", SNEAKY), ("accepted", VERIFIER))  # fmt: skip
     for found in rounds:
         for attack in found.exploit or ():
             check = attack.check
@@ -82,9 +86,9 @@ def _exploit(rounds: Sequence[RoundEvaluation]) -> Table | None:
                 attack.kind,
                 steps_to_exploit(attack),
                 ABSENT if attack.closest_gap is None else f"{attack.closest_gap:.2f}",
-                interval(check.error_rate if check else None, digits=2),
-                interval(check.gap if check else None, digits=2),
-                interval(check.accepted if check else None, digits=2),
+                interval(check.error_rate if check else None),
+                interval(check.gap if check else None),
+                interval(check.accepted if check else None),
             )
     return table if table.row_count else None
 
@@ -104,7 +108,7 @@ def _detection(rounds: Sequence[RoundEvaluation]) -> Table | None:
 
 
 def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table | None:
-    table = _table(("round", ""), ("solutions of", ""), ("n", ""), ("balanced", VERIFIER), ("problems", QUIET),
+    table = _table(("round", ""), ("by", ""), ("n", ""), ("balanced", VERIFIER), ("of", QUIET),
                    ("natural", HELPFUL), ("pass@n", ""), ("chance", QUIET))  # fmt: skip
     for found in rounds:
         for curves in found.best_of_n or ():
@@ -116,10 +120,10 @@ def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table | None:
                     curves.source if not place else "",
                     str(point.n),
                     interval(point.accuracy),
-                    f"{point.accuracy.n} of {point.accuracy.n + point.excluded}",
+                    f"{point.accuracy.n}/{point.accuracy.n + point.excluded}",
                     interval(other.accuracy if other else None),
                     interval(other.pass_at_n if other else None),
-                    interval(other.chance if other else None),
+                    _value(other.chance) if other else ABSENT,
                 )
     return table if table.row_count else None
 
@@ -134,18 +138,20 @@ def _separability(rounds: Sequence[RoundEvaluation]) -> Table | None:
 
 
 def _tax(report: EvaluationReport) -> Table | None:
-    table = _table(("policy", ""), ("KL, nats per solution", ""), ("per token", QUIET), ("accuracy", HELPFUL),
+    table = _table(("policy", ""), ("KL per solution", ""), ("per token", QUIET), ("accuracy", HELPFUL),
                    ("tax", "bold"))  # fmt: skip
     for point in report.baseline.points if report.baseline else ():
         table.add_row(
-            f"baseline {point.name}", interval(point.kl), interval(point.kl_per_token), interval(point.accuracy), ""
+            point.name, interval(point.kl), interval(point.kl_per_token, digits=3), interval(point.accuracy), ""
         )
     for found in report.rounds:
         if found.tax is None:
             continue
         policy, low, high = found.tax.policy, *found.tax.kl_range
         cost = interval(found.tax.tax) if found.tax.in_range else f"KL not in [{low:.2f}, {high:.2f}]"
-        table.add_row(policy.name, interval(policy.kl), interval(policy.kl_per_token), interval(policy.accuracy), cost)
+        table.add_row(
+            policy.name, interval(policy.kl), interval(policy.kl_per_token, digits=3), interval(policy.accuracy), cost
+        )
     return table if table.row_count else None
 
 
