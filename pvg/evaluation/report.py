@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pvg.errors import StateError
 from pvg.store.atomic import write_atomic
+from pvg.store.run_directory import RunDirectory
 
 REPORT_FILE = "evaluation.json"
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
@@ -206,6 +207,12 @@ class EvaluationReport(Strict):
 
 def write_report(path: Path, report: EvaluationReport) -> None:
     write_atomic(path, orjson.dumps(report.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def report_of(run: RunDirectory) -> EvaluationReport | None:
+    """What is there of a run; None where it was never evaluated. Raises StateError as `read_report`."""
+    path = run.evaluation / REPORT_FILE
+    return read_report(path) if path.is_file() else None
 
 
 def read_report(path: Path) -> EvaluationReport:

@@ -156,7 +156,7 @@ def drill(kills: int, seed: int) -> dict[str, Any]:
         expected = fingerprint(whole)
         died: Counter[str] = Counter()
         while sum(died.values()) < kills:
-            phase = kill_after(*start(experiment, killed), dice.randint(2, 14), dice)
+            phase = kill_after(*start(experiment, killed), dice.randint(3, 10), dice)
             if phase is None:
                 break
             died[phase] += 1

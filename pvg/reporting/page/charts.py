@@ -27,7 +27,8 @@ LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
-    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them."""
+    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them.
+    `whiskers` are the intervals of points, as (place, low, high)."""
 
     name: str
     pieces: Sequence[Sequence[Point]]
@@ -36,6 +37,7 @@ class Line:
     smooth: bool = False
     dots: bool = False
     bare: bool = False
+    whiskers: Sequence[tuple[float, float, float]] = ()
 
     @property
     def values(self) -> list[float]:
@@ -70,6 +72,7 @@ def line_chart(
     if not lines:
         return None
     values = [value for line in lines for value in line.values]
+    values += [end for line in lines for _, *ends in line.whiskers for end in ends]
     within = [value for value in values if 0 <= value <= 1]
     full = style == "share" and len(within) == len(values)
     y = share_axis() if full else nice_axis([*values, *(r.value for r in references)], style, zero=zero, log=log)
@@ -105,6 +108,9 @@ def line_chart(
 def _drawn(line: Line, x: Across, y: Axis) -> Html:
     """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
     drawn: list[Html] = []
+    if line.whiskers:
+        ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
+        drawn.append(tag("path", d=ends, class_=f"whisker {line.style}"))
     told: list[Bin] = []
     for bins in _binned(line):
         told += bins
