@@ -54,8 +54,7 @@ def evaluate(
     """Measure every finished round of a run: steps to exploit, best-of-n, detection, separability, calibration, flaw
     localisation, legibility tax.
 
-    Everything lies in the run's folder evaluation/. Ctrl-C stops at a commit point; the same command goes on from
-    there, and does nothing twice.
+    Ctrl-C stops at a commit point; the same command goes on from there.
     """
     from pvg.evaluation.parts import parse_parts, parse_rounds
     from pvg.store.run_directory import RunDirectory

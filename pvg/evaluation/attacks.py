@@ -13,7 +13,7 @@ from pvg.errors import TrainingDivergedError
 from pvg.evaluation.exploit import Aim, pooled_rate
 from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.evaluation.samples import SampleSet, Scored, sampled
-from pvg.evaluation.study import FIRST_ROUND, ROUND, Study, digest, first_version
+from pvg.evaluation.study import REFERENCE_RANGE, ROUND, Study, digest, first_version
 from pvg.evaluation.training import Course, course_experiment, kept_policy, opened, policy_name, train
 from pvg.game.prover_phase import read_policy
 from pvg.models.heads import VerifierModel
@@ -21,7 +21,6 @@ from pvg.records import Role, Rollout, source_of_round
 from pvg.sections import Evaluate
 
 KINDS = ("src", "cgc", "goodhart")
-FIRST_ATTACK = 3  # range of versions within a round: after those of its samples
 
 
 def attack_name(round_: int, kind: str) -> str:
@@ -76,7 +75,7 @@ def course_of(study: Study, target: Target, kind: str) -> Course:
         experiment=course_experiment(study.experiment, "sneaky", game, training, place),
         round=target.round,
         phase=f"attack_{kind}",
-        versions=FIRST_ROUND + ROUND * target.round + FIRST_ATTACK + 2 * KINDS.index(kind),
+        versions=REFERENCE_RANGE + ROUND * target.round + 1 + 2 * KINDS.index(kind),
         kept=(section.attack_steps,),
     )
 

@@ -16,7 +16,7 @@ from pvg.evaluation.distance import reach
 from pvg.evaluation.intervals import Float64, ratio
 from pvg.evaluation.judge import Judge
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
-from pvg.evaluation.study import BASELINE_RANGE, Reading, Study, digest, first_version
+from pvg.evaluation.study import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version
 from pvg.evaluation.tax import Reach
 from pvg.evaluation.training import Course, course_experiment, opened, policy_name, probe_steps, train
 from pvg.game.prover_phase import Written, read_policy
@@ -55,7 +55,9 @@ def distance(name: str, found: Reach, weights_BP: Float64, confidence: float) ->
 
 def remember(study: Study, run: RunDirectory | None) -> None:
     """Which baseline was asked for, so that a later call without the tax still finds it."""
-    study.units.write(CHOICE, digest(CHOICE), None if run is None else str(run.path.resolve()))
+    path = None if run is None else str(run.path.resolve())
+    if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
+        study.units.write(CHOICE, digest(CHOICE), path)
 
 
 def remembered(study: Study) -> RunDirectory | None:
@@ -189,5 +191,5 @@ def _of_run(study: Study, run: RunDirectory) -> list[Probe]:
             _samples(study, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
             partial(read_policy, reading, f"{source_of_round(round_)}-prover"),
         )
-        for round_ in range(found.rounds)
+        for round_ in range(found.rounds)[-MOST_PROBES:]
     ]

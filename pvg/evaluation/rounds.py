@@ -26,7 +26,16 @@ from pvg.evaluation.distance import reach
 from pvg.evaluation.intervals import Float64, draws
 from pvg.evaluation.judge import Judge
 from pvg.evaluation.samples import SampleSet, Scored, digest_of, is_complete, sampled
-from pvg.evaluation.study import BASE_RANGE, FIRST_ROUND, ROUND, Missing, Study, digest, first_version
+from pvg.evaluation.study import (
+    BASE_RANGE,
+    REFERENCE_RANGE,
+    ROUND,
+    SAMPLES_RANGE,
+    Missing,
+    Study,
+    digest,
+    first_version,
+)
 from pvg.evaluation.tax import tax
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
@@ -36,7 +45,6 @@ from pvg.tasks import LocatesFlaws
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
 ATTACKED = ("found", "censored")  # attacks that have left an attacker
-OWN, REFERENCE = 1, 2  # ranges of versions within a round
 
 
 def bootstrap(study: Study, problems: int) -> Float64:
@@ -59,7 +67,7 @@ def round_set(study: Study, round_: int) -> SampleSet:
 
 
 async def round_samples(study: Study, round_: int) -> list[Rollout]:
-    version = first_version(FIRST_ROUND + ROUND * round_ + OWN)
+    version = first_version(SAMPLES_RANGE + round_)
     return await sampled(study, round_set(study, round_), lambda: load_source(study, source_of_round(round_), version))
 
 
@@ -78,6 +86,11 @@ class RoundParts:
     @cached_property
     def _draws(self) -> Float64:
         return bootstrap(self.study, len(self.study.test_problems()))
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The kinds of attackers in one order, however the settings list them."""
+        return [kind for kind in KINDS if kind in self.section.attacks]
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
@@ -102,7 +115,7 @@ class RoundParts:
 
     async def _reference(self) -> Scored:
         wanted = self._reference_set()
-        version = first_version(FIRST_ROUND + ROUND * self.round + REFERENCE)
+        version = first_version(REFERENCE_RANGE + ROUND * self.round)
         rollouts = await sampled(self.study, wanted, lambda: load_source(self.study, self.source, version))
         return await self._scored(wanted, rollouts, wanted.problems)
 
@@ -125,11 +138,6 @@ class RoundParts:
             study.units.write(unit, for_, found)
         return found
 
-    async def prepare(self) -> None:
-        """Sample what the measures read."""
-        await base_samples(self.study)
-        await round_samples(self.study, self.round)
-
     def has_any(self, part: str) -> bool:
         """Whether something of `part` was computed, for whatever settings."""
         exists = self.study.units.exists
@@ -142,7 +150,7 @@ class RoundParts:
     async def exploit(self) -> list[dict[str, Any]]:
         target = await self.target()
         found = []
-        for kind in self.section.attacks:
+        for kind in self._kinds:
             result = await self._attack(target, kind)
             if result["status"] in ATTACKED:
                 inputs = [attack_digest(self.study, target, kind), *self._of(round_set(self.study, self.round))]
@@ -213,8 +221,9 @@ class RoundParts:
             return {}
         finally:
             self.study.computing = computing
-        kinds = self.section.attacks
-        return {kind: target for kind in kinds if is_complete(self.study, final_samples(self.study, target, kind))}
+        return {
+            kind: target for kind in self._kinds if is_complete(self.study, final_samples(self.study, target, kind))
+        }
 
     async def separability(self) -> Any:
         async def work() -> Any:

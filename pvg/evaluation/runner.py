@@ -23,9 +23,9 @@ from pvg.evaluation.baseline import Baseline, baseline_of, distance
 from pvg.evaluation.judge import Judge
 from pvg.evaluation.parts import PARTS
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, write_report
-from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap
+from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
 from pvg.evaluation.samples import recover
-from pvg.evaluation.study import Missing, Reading, Study
+from pvg.evaluation.study import MOST_ROUNDS, Missing, Reading, Study
 from pvg.experiment import Experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
@@ -94,6 +94,8 @@ def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | N
             f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
             f"Play it on: pvg train --resume {run.name}",
         )
+    if reading.rounds > MOST_ROUNDS:
+        raise UsageError(f"The run {run.name!r} has more than the {MOST_ROUNDS} rounds that can be evaluated.")
     if wanted is None:
         return list(range(reading.rounds))
     if unknown := [number for number in wanted if not 0 <= number < reading.rounds]:
@@ -136,6 +138,10 @@ async def open_study(
 
 async def _compute(study: Study, rounds: Sequence[int], request: Request) -> None:
     baseline: Baseline | None = None
+    # In the order of their versions (pvg.evaluation.study): samples, baseline, then round by round the attacks.
+    await base_samples(study)
+    for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
+        await round_samples(study, round_)
     if "tax" in request.parts:
         baselines.remember(study, request.baseline)
         baseline = await _baseline(study, request.baseline)
@@ -154,7 +160,6 @@ async def _measure(study: Study, parts: RoundParts, wanted: Sequence[str], basel
     info = PhaseInfo(parts.round, study.experiment.game.rounds, "measures", "parts", len(works))
     for number, work in enumerate(works.values()):
         if not number:
-            await parts.prepare()  # samples have a phase of their own
             study.observer.phase_started(info)
         await work()
         study.observer.progressed(Progress(number + 1))

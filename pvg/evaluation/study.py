@@ -43,12 +43,15 @@ if TYPE_CHECKING:
 DEFINITIONS = 1
 
 # Versions of the weights that a unit may publish, each unit in a range of its own: versions only go up in an engine,
-# and must be the same ones whichever process comes to a unit.
-VERSIONS = 200_000
-BASE_RANGE = 0  # the untrained prover
-BASELINE_RANGE = 1  # the baseline's training; its probes have those behind it
-FIRST_ROUND = 100
-ROUND = 16  # ranges of a round
+# and must be the same ones whichever process comes to a unit. So units are computed in the order of their ranges.
+VERSIONS = 110_000  # more than evaluate.attack_steps may be
+BASE_RANGE = 0  # the untrained prover's samples
+SAMPLES_RANGE = 1  # and those of the provers of rounds 0, 1, ...
+MOST_ROUNDS = 499
+BASELINE_RANGE = 500  # the baseline's training, and behind it its probes
+MOST_PROBES = 90
+REFERENCE_RANGE = 600  # of round 0: the samples that attacks are compared with, and behind it the attacks
+ROUND = 16  # ranges from one round's to the next one's
 
 
 def digest(*parts: Any) -> str:

@@ -14,6 +14,7 @@ from pvg.reporting.page.markup import Html, Piece, table, tag
 
 SHADES = 6  # run-0 to run-5 of the style sheet
 KINDS = ("src", "cgc", "goodhart")
+ASIDE = 0.05  # of a round: censored attacks of all kinds end at one limit, and would hide each other
 
 
 def evaluation_section(report: EvaluationReport | None) -> Section:
@@ -78,9 +79,8 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
         for found in rounds:
             for attack in found.exploit or ():
                 if attack.kind == kind and attack.steps is not None:
-                    points.append((float(found.round), float(attack.steps)))
-                    if attack.status == "censored":
-                        censored.append((float(found.round), float(attack.steps)))
+                    points.append((found.round + ASIDE * (place - 1), float(attack.steps)))
+                    censored += [points[-1]] * (attack.status == "censored")
         lines.append(Line(kind, [points] if points else [], f"run-{place}", dots=True))
     limits = sorted({attack.limit for found in rounds for attack in found.exploit or ()})
     note = "Points at the limit are censored: no exploit was found within it." if censored else ""
