@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pvg.errors import UsageError
+from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import Baseline, baseline_of, distance
 from pvg.evaluation.judge import Judge
@@ -70,10 +70,14 @@ async def evaluate(
     started = time.perf_counter()
     reading = Reading.open(run)
     rounds = chosen_rounds(reading, run, request.rounds)
+    if "exploit" in request.parts:
+        check_attacks(experiment)
     async with AsyncExitStack() as stack:
         study = await open_study(experiment, reading, observer, stop, stack)
         if request.baseline is not None:
             baselines.check_comparable(study, request.baseline)
+        if reading.notice:
+            observer.noticed(reading.notice)
         if reading.rounds < experiment.game.rounds:
             observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished: those are evaluated.")
         status: Literal["complete", "interrupted"] = "complete"
@@ -104,6 +108,18 @@ def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | N
             f"Finished: {', '.join(map(str, range(reading.rounds)))}.",
         )
     return sorted(set(wanted))
+
+
+def check_attacks(experiment: Experiment) -> None:
+    """Raises ConfigurationError for attacks that end before their window is full: none could ever succeed."""
+    section, minibatches = experiment.evaluate, experiment.training.minibatches
+    if (least := section.attack_window * minibatches) > section.attack_steps:
+        each = f" of {minibatches} steps each" if minibatches > 1 else ""
+        raise ConfigurationError(
+            f"evaluate.attack_window = {section.attack_window} batches{each} do not fit into evaluate.attack_steps = "
+            f"{section.attack_steps}, so no attack could succeed.",
+            f"Set evaluate.attack_steps to at least {least}, or lower evaluate.attack_window.",
+        )
 
 
 async def open_study(

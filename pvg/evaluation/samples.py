@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from pvg.evaluation.intervals import Ints
-from pvg.evaluation.study import Study, committed_shards, digest
+from pvg.evaluation.study import Study, committed_shards, digest, read_json
 from pvg.game.seeds import seed_for
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
@@ -120,18 +120,16 @@ def _write_manifest(study: Study, name: str, for_: str, shards: list[ShardInfo])
 
 def _committed(study: Study, name: str, for_: str) -> list[ShardInfo]:
     path = study.folder / MANIFESTS / f"{name}.json"
-    if not path.exists():
-        return []
-    manifest = orjson.loads(path.read_bytes())
-    return committed_shards([manifest]) if manifest["digest"] == for_ else []
+    manifest = read_json(path, "shards")
+    return [] if manifest is None or manifest["digest"] != for_ else committed_shards([manifest])
 
 
 def recover(study: Study) -> int:
     """Remove what a killed process left behind and what stale sets have left; how many files that were."""
     folder = study.folder / MANIFESTS
     remove_temporaries(folder)
-    manifests = [orjson.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))]
-    return len(study.shards.recover(committed_shards(manifests)))
+    found = (read_json(path, "shards") for path in sorted(folder.glob("*.json")))
+    return len(study.shards.recover(committed_shards([manifest for manifest in found if manifest is not None])))
 
 
 # --- samples as arrays -------------------------------------------------------------------------------------------

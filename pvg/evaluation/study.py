@@ -25,7 +25,7 @@ from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
 from pvg.records import Problem, source_of_round
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.store.atomic import make_directory, remove_temporaries, temporary_beside, write_atomic
+from pvg.store.atomic import DamagedFileError, make_directory, remove_temporaries, temporary_beside, write_atomic
 from pvg.store.checkpoints import META_FILE, read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -66,6 +66,7 @@ class Reading:
 
     directory: RunDirectory
     state: GameState
+    notice: str = ""  # why it is not the last commit
 
     @classmethod
     def open(cls, directory: RunDirectory) -> Reading:
@@ -75,7 +76,7 @@ class Reading:
             raise StateError(
                 f"The run {directory.name!r} has not begun.", f"Play it: pvg train --resume {directory.name}"
             )
-        return cls(directory, GameState.from_plain(loaded.state))
+        return cls(directory, GameState.from_plain(loaded.state), loaded.notice)
 
     @property
     def rounds(self) -> int:
@@ -98,6 +99,19 @@ def _sha256(path: Path) -> str:
         raise StateError(f"{path} is missing.", "Restore the run from a copy.") from None
 
 
+def read_json(path: Path, key: str) -> dict[str, Any] | None:
+    """What an evaluation wrote at `path`, with a digest and `key`; None where nothing is. Raises DamagedFileError."""
+    try:
+        found = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict) or not {"digest", key} <= found.keys():
+        raise DamagedFileError(f"{path} is damaged.", "Remove it, and evaluate again: what it held is computed anew.")
+    return found
+
+
 class Units:
     """Finished results by name, each one file, replaced as a whole."""
 
@@ -108,11 +122,8 @@ class Units:
 
     def read(self, name: str, wanted: str) -> Any | None:
         """The result of `name` where it was computed for the digest `wanted`."""
-        try:
-            found = orjson.loads((self._folder / f"{name}.json").read_bytes())
-        except FileNotFoundError:
-            return None
-        return found["result"] if found["digest"] == wanted else None
+        found = read_json(self._folder / f"{name}.json", "result")
+        return None if found is None or found["digest"] != wanted else found["result"]
 
     def exists(self, name: str) -> bool:
         """Whether there is a result of `name`, for whatever settings."""

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import check
 
-from pvg.errors import StateError, UsageError
+from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
 from pvg.evaluation.runner import Request, evaluate
@@ -25,6 +25,7 @@ from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import play
 from pvg.reporting.page.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
+from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
@@ -160,6 +161,25 @@ def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> 
 def test_rounds_that_are_not_finished_are_refused(measured: RunDirectory) -> None:
     with pytest.raises(UsageError, match="Round 1 of the run 'tiny' is not finished"):
         evaluated(measured, evaluated_experiment(), rounds=[1])
+
+
+def test_attacks_that_could_never_succeed_are_refused(measured: RunDirectory) -> None:
+    other = changed(evaluated_experiment(), evaluate={"attack_window": 6})
+    with pytest.raises(
+        ConfigurationError, match=r"attack_window = 6 batches do not fit into evaluate\.attack_steps = 5"
+    ):
+        evaluated(measured, other, parts=("exploit",))
+
+
+def test_a_damaged_unit_is_named_and_can_be_removed(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    path = run.evaluation / "units" / "calibration-round-000.json"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DamagedFileError, match=r"calibration-round-000\.json is damaged"):
+        evaluated(run, evaluated_experiment(), parts=("calibration",))
+    path.unlink()
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    assert outcome.report.rounds[0].calibration == report_of(measured).rounds[0].calibration
 
 
 def test_the_page_shows_the_evaluation(measured: RunDirectory) -> None:
