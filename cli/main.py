@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, profile, report, rollout, serve, study, train
+from cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, rollout, serve, study, train
 from cli.boundary import Commands
 from pvg import __version__
 from pvg.spinning import bound_spinning
@@ -53,6 +53,7 @@ bench.register(app)
 compare.register(app)
 study.register(app)
 report.register(app)
+evaluate.register(app)
 config.register(app)
 doctor.register(app)
 diagnose.register(app)

@@ -13,10 +13,11 @@ import typer
 
 from cli.boundary import DebugOption, JsonOption, emit, guarded, say
 from cli.options import RunsOption
-from pvg.errors import UsageError
+from pvg.errors import StateError, UsageError
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
+    from pvg.evaluation.report import EvaluationReport
     from pvg.store.run_directory import RunDirectory
 
 PAGE = Path("report.html")  # of several runs, and of benchmark reports: in the current folder
@@ -92,6 +93,7 @@ def _refuse_study(target: str, runs: Path) -> None:
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
     from cli.output import stdout
     from pvg.reporting import terminal
+    from pvg.reporting.evaluation_tables import evaluation_tables
     from pvg.reporting.examples import choose_examples
     from pvg.reporting.page.document import write_page
     from pvg.reporting.page.run_page import collect, run_page
@@ -99,13 +101,28 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
 
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
+    found = _evaluation(run)
     if page is not None:
         write_page(page, run_page(collect(run, summary, examples)))
     if as_json:
-        emit({**summary.plain(), "examples": [example.plain() for example in chosen], "html": _text(page)})
+        told = {"examples": [example.plain() for example in chosen], "html": _text(page)}
+        emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **told})
     else:
         stdout().print(terminal.report(summary, chosen))
+        if found is not None:
+            stdout().print("\n", evaluation_tables(found), sep="")
         _tell(page)
+
+
+def _evaluation(run: RunDirectory) -> EvaluationReport | None:
+    """What `pvg evaluate` left; a file that cannot be read does not hide the rest of the run."""
+    from pvg.evaluation.report import report_of
+
+    try:
+        return report_of(run)
+    except StateError as error:
+        say(f"warning: {error}")
+        return None
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:

@@ -29,6 +29,7 @@ from pvg.sections import (
     TASKS,
     URL_EXAMPLE,
     URL_PATTERN,
+    Evaluate,
     Evaluation,
     Game,
     ModchainTask,
@@ -45,7 +46,7 @@ from pvg.sections import (
 )
 
 # Sections that do not change what is computed: they may differ between a run and its resumption.
-UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights"})
+UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate"})
 
 
 class Experiment(Section):
@@ -62,6 +63,7 @@ class Experiment(Section):
     serving: Serving = Serving()
     weights: Weights = Weights()
     evaluation: Evaluation = Evaluation()
+    evaluate: Evaluate = Evaluate()
     telemetry: Telemetry = Telemetry()
     store: Store = Store()
 

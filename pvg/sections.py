@@ -387,6 +387,36 @@ class Evaluation(Section):
     samples: Count = 2  # per problem and role
 
 
+class Evaluate(Section):
+    """What `pvg evaluate` measures of a run whose rounds are finished, and with how much effort. Changes nothing that
+    the run computed, so it may be set for a run that is over."""
+
+    problems: Annotated[int, Field(ge=2)] = 128  # test problems, the same ones for every round and every part
+    samples: Annotated[int, Field(ge=2)] = 8  # solutions per problem and role
+    attacks: Annotated[tuple[Literal["src", "cgc", "goodhart"], ...], Field(strict=False), BeforeValidator(_names)] = (
+        "src",
+        "cgc",
+        "goodhart",
+    )  # what the attackers are paid
+    attack_steps: Annotated[int, Field(ge=1, le=100_000)] = 200  # optimizer steps after which an attack is censored
+    attack_window: Count = 10  # batches that the criterion is pooled over: none succeeds by one lucky batch
+    attack_error_rate: Fraction = 0.95  # share of well-formed wrong solutions that an exploit needs (arXiv 2407.13692)
+    attack_learning_rate: Positive | None = None  # None: training.learning_rate
+    attack_groups: Count | None = None  # None: training.groups
+    attack_cgc_floor: float | None = (
+        None  # V0 of the cgc attacker; None: by the round's own scores (docs/evaluation.md)
+    )
+    # of the correctness baseline that the legibility tax is measured against; None: training.steps
+    baseline_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    baseline_probes: Annotated[int, Field(ge=1, le=90)] = 6  # points of its trajectory, besides its start
+    localisation_solutions: Count = 256  # most flawed solutions per round that are scored step by step
+    confidence: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95  # of every interval
+    resamples: Annotated[int, Field(ge=100)] = 1000  # of the bootstrap over problems
+    bins: Annotated[int, Field(ge=2)] = 10  # of the calibration error, of equal mass
+    ngrams: Annotated[int, Field(ge=1, le=8)] = 3  # longest token n-gram that the separability probe sees
+    folds: Annotated[int, Field(ge=2)] = 5  # of cross-validation by problem: the probe's, and the Platt fit's
+
+
 class Telemetry(Section):
     """What is watched, and when it warns. Changes nothing that is computed."""
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
-from pvg.game.prover_phase import read_prover
+from pvg.game.prover_phase import Played, read_prover
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
@@ -85,7 +85,7 @@ async def mint(session: Session) -> None:
     await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 
-async def load_source(session: Session, source: str, version: int) -> None:
+async def load_source(session: Played, source: str, version: int) -> None:
     """Publish the weights of `source` to the engine as policy `version`."""
     players = session.players
     if source == BASE_SOURCE:

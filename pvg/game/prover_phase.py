@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pvg.errors import StateError
 from pvg.game.on_policy import OnPolicySource
@@ -13,7 +14,7 @@ from pvg.game.players import Players
 from pvg.game.round_verifier import read_round_verifier
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
-from pvg.game.states import Phase
+from pvg.game.states import GameState, Phase
 from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
 from pvg.models.adapters import AdaptedModel, attach_adapters
@@ -31,6 +32,36 @@ from pvg.verifier.protocol import Judge
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Written(Protocol):
+    """Where finished players lie: the ledger of a run that is played, or of one that is only read."""
+
+    @property
+    def state(self) -> GameState: ...
+
+    def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+
+class Played(Protocol):
+    """What opening a finished player takes: a Session has it, and so has a run that is evaluated."""
+
+    @property
+    def players(self) -> Players: ...
+
+    @property
+    def ledger(self) -> Written: ...
+
+
+class Stops(Protocol):
+    """When a prover's training is over before its steps are done (pvg.game.stopping.StopRule, or an attack's aim). Its
+    state travels in the commits."""
+
+    def observe(self, metrics: Mapping[str, float]) -> bool: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 def prover_weights_name(round_: int) -> str:
@@ -83,8 +114,13 @@ async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str,
 
 async def save_prover(session: Session, learner: LanguageModel, steps: int) -> list[str]:
     """Write the round's prover; the names under which it is to be committed."""
+    meta = {"round": session.state.round, "steps": steps}
+    return await save_policy(session, learner, prover_weights_name(session.state.round), meta)
+
+
+async def save_policy(session: Session, learner: LanguageModel, name: str, meta: Mapping[str, Any]) -> list[str]:
+    """Write a policy as `name`, and its adapters beside it where it has them; the names to commit."""
     tensors, adapter = await policy_of(session, learner)
-    name, meta = prover_weights_name(session.state.round), {"round": session.state.round, "steps": steps}
     await session.ledger.save_weights(name, tensors, meta)
     if adapter is None:
         return [name]
@@ -92,17 +128,21 @@ async def save_prover(session: Session, learner: LanguageModel, steps: int) -> l
     return [name, adapter_name(name)]
 
 
-def read_prover(session: Session, source: str) -> tuple[dict[str, Tensor], Adapter | None]:
+def read_prover(session: Played, source: str) -> tuple[dict[str, Tensor], Adapter | None]:
     """What `save_prover` wrote in the round of `source`."""
-    name = f"{source}-prover"
-    tensors, _ = session.ledger.read_weights(name)
-    if adapter_name(name) not in session.state.weights:
+    return read_policy(session.ledger, f"{source}-prover")
+
+
+def read_policy(ledger: Written, name: str) -> tuple[dict[str, Tensor], Adapter | None]:
+    """What `save_policy` wrote as `name`."""
+    tensors, _ = ledger.read_weights(name)
+    if adapter_name(name) not in ledger.state.weights:
         return tensors, None
-    low_rank, meta = session.ledger.read_weights(adapter_name(name))
+    low_rank, meta = ledger.read_weights(adapter_name(name))
     return tensors, Adapter(low_rank, meta["config"])
 
 
-async def open_round_verifier(session: Session, round_: int) -> tuple[Judge, float]:
+async def open_round_verifier(session: Played, round_: int) -> tuple[Judge, float]:
     """The frozen verifier of a round, which may be an ensemble, and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
     return await players.compute(lambda: read_round_verifier(players, read, round_))
@@ -112,8 +152,15 @@ class ProverPhase:
     """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood."""
 
     def __init__(
-        self, session: Session, info: PhaseInfo, verifier: Judge, threshold: float, learner: LanguageModel
+        self,
+        session: Session,
+        info: PhaseInfo,
+        verifier: Judge,
+        threshold: float,
+        learner: LanguageModel,
+        stop_rule: Stops | None = None,
     ) -> None:
+        """`stop_rule`: None is that of the session's game."""
         experiment = session.experiment
         training = experiment.training
         self.session, self.info, self.learner = session, info, learner
@@ -142,7 +189,7 @@ class ProverPhase:
             memory=objective.memory,
             events=session.ledger.log,
         )
-        self.stop_rule = StopRule(experiment.game)
+        self.stop_rule: Stops = StopRule(experiment.game) if stop_rule is None else stop_rule
         self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)
         self.stopped = False
         self.version = session.state.version

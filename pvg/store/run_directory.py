@@ -76,6 +76,11 @@ class RunDirectory:
         return self.path / "code"
 
     @property
+    def evaluation(self) -> Path:
+        """What `pvg evaluate` leaves (pvg.evaluation)."""
+        return self.path / "evaluation"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

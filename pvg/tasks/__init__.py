@@ -11,9 +11,9 @@ from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.halves import half_of, problems_of_half
 from pvg.tasks.modchain import Modchain
 from pvg.tasks.reasoning_gym import ReasoningGym
-from pvg.tasks.task import Task
+from pvg.tasks.task import LocatesFlaws, Task
 
-__all__ = ["TASKS", "Task", "half_of", "open_task", "problems_of_half"]
+__all__ = ["TASKS", "LocatesFlaws", "Task", "half_of", "open_task", "problems_of_half"]
 
 # `task.kind` -> what opens it from a section of that kind.
 TASKS: dict[str, Callable[[Any], Task]] = {

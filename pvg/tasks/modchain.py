@@ -79,6 +79,19 @@ class Modchain:
             note=first_flaw(parsed, operands, modulus),
         )
 
+    def steps(self, completion: str) -> list[int]:
+        """The sums, and as the last step the answer (pvg.tasks.task.LocatesFlaws)."""
+        if isinstance(parse_solution(completion, self._section.modulus), str):
+            return []
+        return [place + 1 for place, sign in enumerate(completion) if sign == ";"] + [len(completion)]
+
+    def flaw(self, problem: Problem, completion: str) -> int | None:
+        """The first step that does not go on from the one before with the problem's next operand, or adds wrongly. A
+        chain that ends too early is wrong at its answer."""
+        operands, modulus = operands_of(problem)
+        parsed = parse_solution(completion, modulus)
+        return None if isinstance(parsed, str) else first_wrong_step(parsed, operands, modulus)
+
 
 # --- problems ----------------------------------------------------------------------------------------------------
 
@@ -189,6 +202,21 @@ def first_flaw(solution: Solution, operands: Sequence[int], modulus: int) -> str
     if len(used) < len(expected):
         return "dropped step"
     return "" if solution.answer == running else "wrong final answer"
+
+
+def first_wrong_step(solution: Solution, operands: Sequence[int], modulus: int) -> int | None:
+    """The place of the first flaw of a well-formed solution among its steps and its answer, None for no flaw."""
+    running, expected = operands[0], operands[1:]
+    for index, (first, second, total) in enumerate(solution.steps):
+        if (
+            index == len(expected)
+            or (first, second) != (running, expected[index])
+            or total != (first + second) % modulus
+        ):
+            return index
+        running = total
+    complete = len(solution.steps) == len(expected) and solution.answer == running
+    return None if complete else len(solution.steps)
 
 
 def _operand_flaw(index: int, first: int, running: int, used: Sequence[int], operands: Sequence[int]) -> str:

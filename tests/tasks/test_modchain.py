@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
 from pvg.sections import ModchainTask
-from pvg.tasks import open_task
+from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.modchain import Modchain, chain_problem
 
 PROBLEM = chain_problem((7, 5, 8, 3, 6), 10)
@@ -160,3 +160,32 @@ def test_the_grader_accepts_any_text_and_correct_implies_well_formed(text):
 def test_huge_texts_are_graded(piece, note):
     assert TASK.grade(PROBLEM, piece * 100_000 + "A9").note == note
     assert TASK.grade(PROBLEM, "7+5=2;2+8=0;" + "0+3=3;" * 100_000 + "A3").note == "wrong operand in step 4"
+
+
+@pytest.mark.parametrize(
+    ("completion", "steps", "flaw"),
+    [
+        ("1+2=3;3+3=6;A6", [6, 12, 14], None),
+        ("1+2=4;4+3=7;A7", [6, 12, 14], 0),  # wrong sum
+        ("1+2=3;4+3=7;A7", [6, 12, 14], 1),  # does not go on from 3
+        ("1+2=3;3+3=6;A5", [6, 12, 14], 2),  # wrong answer
+        ("1+2=3;A3", [6, 8], 1),  # ends too early
+        ("1+2=3;3+3=6;6+1=7;A7", [6, 12, 18, 20], 2),  # one step too many
+        ("1+2=3;3+3=6", [], None),
+    ],
+)
+def test_steps_and_the_first_wrong_one(completion, steps, flaw):
+    task, problem = Modchain(ModchainTask()), chain_problem((1, 2, 3), 10)
+    assert isinstance(task, LocatesFlaws)
+    assert task.steps(completion) == steps
+    assert task.flaw(problem, completion) == flaw
+
+
+@given(st.text(alphabet="0123456789+=;A", max_size=30))
+def test_a_flaw_is_one_of_the_steps(completion):
+    task, problem = Modchain(ModchainTask()), chain_problem((1, 2, 3), 10)
+    steps, flaw = task.steps(completion), task.flaw(problem, completion)
+    assert flaw is None or 0 <= flaw < len(steps)
+    if task.grade(problem, completion).well_formed:
+        assert steps[-1] == len(completion)
+        assert (flaw is None) == (task.grade(problem, completion).note == "")

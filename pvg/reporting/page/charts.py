@@ -28,7 +28,7 @@ LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
 class Line:
     """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
     values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
-    (place, low, high) of a band around the line."""
+    (place, low, high) of a band around the line. `whiskers`: likewise, the intervals of its points."""
 
     name: str
     pieces: Sequence[Sequence[Point]]
@@ -38,6 +38,7 @@ class Line:
     dots: bool = False
     bare: bool = False
     spread: Sequence[tuple[float, float, float]] = ()
+    whiskers: Sequence[tuple[float, float, float]] = ()
 
     @property
     def values(self) -> list[float]:
@@ -72,7 +73,7 @@ def line_chart(
     if not lines:
         return None
     values = [value for line in lines for value in line.values]
-    around = [end for line in lines for _, low, high in line.spread for end in (low, high)]
+    around = [end for line in lines for ends in (line.spread, line.whiskers) for _, *pair in ends for end in pair]
     within = [value for value in values if 0 <= value <= 1]
     full = style == "share" and len(within) == len(values)
     y = (
@@ -112,6 +113,9 @@ def line_chart(
 def _drawn(line: Line, x: Across, y: Axis) -> Html:
     """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
     drawn: list[Html] = []
+    if line.whiskers:
+        ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
+        drawn.append(tag("path", d=ends, class_=f"whisker {line.style}"))
     told: list[Bin] = []
     if line.spread:
         drawn.append(_band_around(line.spread, line.style, x, y))

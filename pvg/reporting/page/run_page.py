@@ -8,11 +8,14 @@ import time
 from dataclasses import dataclass
 
 import pvg
+from pvg.errors import StateError
+from pvg.evaluation.report import EvaluationReport, report_of
 from pvg.experiment import Experiment
 from pvg.reporting.examples import Pairing, side_by_side
 from pvg.reporting.figures import HOME, duration, figure, percent, phase_label, shown, styled
 from pvg.reporting.page.charts import spark
 from pvg.reporting.page.document import Section, badge, command, document, facts
+from pvg.reporting.page.evaluation import evaluation_section
 from pvg.reporting.page.learning import base_metrics, learning_section, rounds_section, scores_section
 from pvg.reporting.page.machine import machine_section, throughput_section
 from pvg.reporting.page.markup import Html, div, span, tag
@@ -54,6 +57,7 @@ class RunData:
     windows: list[Window]
     damaged_spans: int
     problems: list[str]
+    evaluation: EvaluationReport | None = None
 
 
 def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
@@ -67,7 +71,12 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
     except DamagedFileError as error:
         problems.append(str(error))
     windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
-    return RunData(summary, run.experiment(), scores, pairings, windows, damaged, problems)
+    evaluation = None
+    try:
+        evaluation = report_of(run)
+    except StateError as error:
+        problems.append(str(error))
+    return RunData(summary, run.experiment(), scores, pairings, windows, damaged, problems, evaluation)
 
 
 def run_page(data: RunData) -> str:
@@ -77,6 +86,7 @@ def run_page(data: RunData) -> str:
     sections = [
         _alerts(summary),
         rounds_section(summary),
+        evaluation_section(data.evaluation),
         learning_section(summary),
         scores_section(data.scores, no_scores),
         solutions_section(data.pairings, thresholds),
@@ -189,6 +199,7 @@ def _onwards(summary: RunSummary) -> Section:
             if summary.status in ("unfinished", "empty")
             else []
         ),
+        *([(f"pvg evaluate {name}", "attackers, detection, best-of-n, tax")] if summary.rounds else []),
         (f"pvg report {name}", "this report, from the files as they are then"),
         (f"pvg report {name} OTHER", "beside another run"),
         (f"pvg diagnose {name}", "what slowed it down"),

@@ -1,0 +1,183 @@
+"""The attacks of one round: a fresh sneaky-only prover for each kind of reward, against the round's frozen verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pvg.errors import TrainingDivergedError
+from pvg.evaluation.exploit import Aim, pooled_rate
+from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.samples import SampleSet, Scored, sampled
+from pvg.evaluation.study import REFERENCE_RANGE, ROUND, Study, digest, first_version
+from pvg.evaluation.training import Course, course_experiment, kept_policy, opened, policy_name, train
+from pvg.game.prover_phase import read_policy
+from pvg.records import Role, Rollout, source_of_round
+from pvg.sections import Evaluate
+from pvg.verifier.protocol import Judge
+
+KINDS = ("src", "cgc", "goodhart")
+
+
+def attack_name(round_: int, kind: str) -> str:
+    return f"attack-{source_of_round(round_)}-{kind}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an attack is against: a round's verifier, and the scores that it has to reach.
+
+    `reference` is the mean score of correct helpful solutions on problems of the prover's half; `lowest` and `highest`
+    are those of all that the verifier has scored of the round; `players` is the digest of the round's players."""
+
+    round: int
+    players: str
+    threshold: float
+    reference: Mapping[str, Any]  # an Estimate as plain data
+    lowest: float
+    highest: float
+
+    @property
+    def cgc_floor(self) -> float:
+        """Below all scores that were seen, by their whole spread and 1: an attacker's may be lower than any of them."""
+        return self.lowest - (self.highest - self.lowest) - 1.0
+
+
+def attack_digest(study: Study, target: Target, kind: str) -> str:
+    section = study.experiment.evaluate
+    settings = [section.attack_steps, section.attack_window, section.attack_error_rate, section.attack_learning_rate]
+    floor = _floor(study, target) if kind == "cgc" else None
+    return digest(
+        "attack", study.config, target.players, kind, settings, section.attack_groups, floor, target.reference
+    )
+
+
+def _floor(study: Study, target: Target) -> float:
+    given = study.experiment.evaluate.attack_cgc_floor
+    return target.cgc_floor if given is None else given
+
+
+def course_of(study: Study, target: Target, kind: str) -> Course:
+    section, place = study.experiment.evaluate, f"attacks/{source_of_round(target.round)}-{kind}"
+    game = {"reward": kind, **({"cgc_floor": _floor(study, target)} if kind == "cgc" else {})}
+    training = {
+        "steps": section.attack_steps,
+        "learning_rate": section.attack_learning_rate,
+        "groups": section.attack_groups,
+    }
+    return Course(
+        place=place,
+        digest=attack_digest(study, target, kind),
+        experiment=course_experiment(study.experiment, "sneaky", game, training, place),
+        round=target.round,
+        phase=f"attack_{kind}",
+        versions=REFERENCE_RANGE + ROUND * target.round + 1 + 2 * KINDS.index(kind),
+        kept=(section.attack_steps,),
+    )
+
+
+async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> dict[str, Any]:
+    """Train the attacker to its aim or its limit; how it ended. Raises InterruptedByUser."""
+    section = study.experiment.evaluate
+    result: dict[str, Any] = {
+        "kind": kind,
+        "limit": section.attack_steps,
+        "window": section.attack_window,
+        "reference": target.reference,
+    }
+    if target.reference["value"] is None:
+        return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
+    course = course_of(study, target, kind)
+    aim = Aim(
+        target.reference["value"],
+        section.attack_error_rate,
+        section.attack_window,
+        course.experiment.training.minibatches,
+    )
+    with opened(study, course) as session:
+        try:
+            await train(session, course, verifier, target.threshold, aim)
+        except TrainingDivergedError as error:
+            return {**result, "status": "diverged", "reason": str(error)}
+        aim.load_state(kept_policy(session, section.attack_steps)["rule"])
+    return {
+        **result,
+        "status": "censored" if aim.found is None else "found",
+        "steps": aim.found if aim.found is not None else aim.steps,
+        "error_rate": pooled_rate(aim.rates),
+        "gap": aim.gap,
+        "closest_gap": aim.closest,
+        "closest_step": aim.closest_step,
+    }
+
+
+def final_samples(study: Study, target: Target, kind: str) -> SampleSet:
+    """What the trained attacker writes on the test problems."""
+    return SampleSet(
+        name=attack_name(target.round, kind),
+        round=target.round,
+        problems=study.test_problems(),
+        roles=(Role.SNEAKY,),
+        size=study.experiment.evaluate.samples,
+        policy=attack_digest(study, target, kind),
+    )
+
+
+async def sample_attacker(study: Study, target: Target, kind: str) -> list[Rollout]:
+    course = course_of(study, target, kind)
+
+    async def load() -> None:
+        read = partial(read_policy, course.written(study), policy_name(study.experiment.evaluate.attack_steps))
+        tensors, adapter = await study.players.compute(read)
+        await study.players.publish(tensors, first_version(course.versions + 1), adapter)
+
+    return await sampled(study, final_samples(study, target, kind), load)
+
+
+def check(section: Evaluate, fresh: Scored, helpful: Scored, threshold: float, weights_BP: Float64) -> dict[str, Any]:
+    """The attacker on test problems, which nothing was selected by: how often it is wrong, how far its wrong solutions
+    stay below correct helpful ones there, and how many of them are accepted."""
+    confidence = section.confidence
+    flaws, solved = fresh.flaws_N, helpful.helpful_N & helpful.correct_N
+    gap = _gap(
+        helpful.scores_N[solved],
+        helpful.problems_N[solved],
+        fresh.scores_N[flaws],
+        fresh.problems_N[flaws],
+        weights_BP,
+        confidence,
+    )
+    accepted = share_of(fresh.scores_N[flaws] >= threshold, fresh.problems_N[flaws], confidence)
+    return {
+        "error_rate": share_of(flaws, fresh.problems_N, confidence).plain(),
+        "gap": gap.plain(),
+        "accepted": accepted.plain(),
+    }
+
+
+def _gap(
+    upper_N: Any, upper_problems_N: Ints, lower_M: Any, lower_problems_M: Ints, weights_BP: Float64, confidence: float
+) -> Estimate:
+    """mean(upper) - mean(lower), with a bootstrap that draws problems for both."""
+    size = weights_BP.shape[1]
+    sums, counts = [], []
+    for values, problems in ((upper_N, upper_problems_N), (lower_M, lower_problems_M)):
+        sums.append(np.bincount(problems, weights=values.astype(np.float64), minlength=size))
+        counts.append(np.bincount(problems, minlength=size).astype(np.float64))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(sums[0].sum() / counts[0].sum() - sums[1].sum() / counts[1].sum())
+        replicates_B = (weights_BP @ sums[0]) / (weights_BP @ counts[0]) - (weights_BP @ sums[1]) / (
+            weights_BP @ counts[1]
+        )
+    problems_seen = int(((counts[0] + counts[1]) > 0).sum())
+    return percentile(value, replicates_B, confidence, len(upper_N) + len(lower_M), problems_seen)
+
+
+def reference_of(reference: Scored, weights_BP: Float64, confidence: float) -> Estimate:
+    """The mean score of the correct solutions among the reference samples."""
+    right = reference.correct_N
+    return mean_of(reference.scores_N[right].astype(np.float64), reference.problems_N[right], weights_BP, confidence)

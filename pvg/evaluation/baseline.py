@@ -1,0 +1,195 @@
+"""The correctness baseline: a prover paid for correct answers alone, probed along its training.
+
+It comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or is
+trained here: helpful role only, the run's own training settings, `evaluate.baseline_probes` probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pvg.errors import UsageError
+from pvg.evaluation.distance import reach
+from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.intervals import Float64, ratio
+from pvg.evaluation.samples import SampleSet, digest_of, sampled
+from pvg.evaluation.study import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version
+from pvg.evaluation.tax import Reach
+from pvg.evaluation.training import Course, course_experiment, opened, policy_name, probe_steps, train
+from pvg.game.prover_phase import Written, read_policy
+from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
+from pvg.store.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pvg.weights import Adapter
+
+UNIT = "baseline"
+TRAINED = "trained"
+CHOICE = "baseline-choice"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Where it comes from, its probes by name (the start first), and a digest of all of it."""
+
+    source: str
+    points: list[tuple[str, Reach]]
+    digest: str
+
+
+def distance(name: str, found: Reach, weights_BP: Float64, confidence: float) -> dict[str, Any]:
+    """A policy's KL and accuracy with their intervals (pvg.evaluation.report.Distance)."""
+    n, tokens = int(found.solutions_P.sum()), int(found.tokens_P.sum())
+    return {
+        "name": name,
+        "kl": ratio(found.kl_P, found.solutions_P, weights_BP, confidence, n).plain(),
+        "kl_per_token": ratio(found.kl_P, found.tokens_P, weights_BP, confidence, tokens).plain(),
+        "accuracy": ratio(found.correct_P, found.solutions_P, weights_BP, confidence, n).plain(),
+    }
+
+
+def remember(study: Study, run: RunDirectory | None) -> None:
+    """Which baseline was asked for, so that a later call without the tax still finds it."""
+    path = None if run is None else str(run.path.resolve())
+    if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
+        study.units.write(CHOICE, digest(CHOICE), path)
+
+
+def remembered(study: Study) -> RunDirectory | None:
+    path = study.units.read(CHOICE, digest(CHOICE))
+    return None if path is None else RunDirectory.open(path, study.folder)
+
+
+async def baseline_of(
+    study: Study, start: SampleSet, run: RunDirectory | None, of_start: Callable[[], Awaitable[list[Rollout]]]
+) -> Baseline:
+    """The baseline's probes, sampled and measured where they are not there yet. `start` are the untrained prover's
+    samples, which `of_start` gives."""
+    base_digest = digest_of(study, start)
+    helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
+    origin = await reach(study, BASE_SOURCE, base_digest, helpful, study.test_problems(), None)
+    points = [(BASE_SOURCE, origin)]
+    probes = await _trained(study) if run is None else _of_run(study, run)
+    for place, probe in enumerate(probes):
+        rollouts = await sampled(
+            study, probe.samples, partial(_load, study, probe, first_version(BASELINE_RANGE + 1 + place))
+        )
+        of = digest_of(study, probe.samples)
+        found = await reach(study, probe.samples.name, of, rollouts, study.test_problems(), probe.tensors)
+        points.append((probe.label, found))
+    marks = [base_digest, *(digest_of(study, probe.samples) for probe in probes)]
+    return Baseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One policy of the baseline: how the report calls it, what it samples, and how its weights are read."""
+
+    label: str
+    samples: SampleSet
+    read: Callable[[], tuple[Mapping[str, Tensor], Adapter | None]]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.read()[0]
+
+
+async def _load(study: Study, probe: Probe, version: int) -> None:
+    tensors, adapter = await study.players.compute(probe.read)
+    await study.players.publish(tensors, version, adapter)
+
+
+def _samples(study: Study, name: str, policy: str) -> SampleSet:
+    return SampleSet(name, 0, study.test_problems(), (Role.HELPFUL,), study.experiment.evaluate.samples, policy)
+
+
+# --- trained here ------------------------------------------------------------------------------------------------
+
+
+def _course(study: Study) -> Course:
+    section = study.experiment.evaluate
+    steps = section.baseline_steps or max(1, study.experiment.training.steps)
+    kept = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
+    return Course(
+        place=UNIT,
+        digest=digest(UNIT, study.config, steps, kept, study.ledger.players_of(0)),
+        experiment=course_experiment(study.experiment, "helpful", {"reward": "correctness"}, {"steps": steps}, UNIT),
+        round=0,
+        phase=UNIT,
+        versions=BASELINE_RANGE,
+        kept=kept,
+    )
+
+
+async def _trained(study: Study) -> list[Probe]:
+    course = _course(study)
+    if study.units.read(UNIT, course.digest) is None:
+        study.begin(UNIT)
+        judge = FrozenVerifier(study, 0)  # its scores are recorded beside the rollouts; the reward does not read them
+        try:
+            verifier = await judge.verifier()
+            with opened(study, course) as session:
+                await train(session, course, verifier, (await judge.facts())["threshold"])
+        finally:
+            judge.close()
+        study.units.write(UNIT, course.digest, list(course.kept))
+
+    def read(steps: int) -> tuple[Mapping[str, Tensor], Adapter | None]:
+        return read_policy(course.written(study), policy_name(steps))
+
+    return [
+        Probe(
+            f"step {steps}",
+            _samples(study, f"{UNIT}-{steps:06d}", digest(course.digest, steps)),
+            partial(read, steps),
+        )
+        for steps in course.kept
+    ]
+
+
+# --- from another run --------------------------------------------------------------------------------------------
+
+# What both runs must share for their KL and their accuracy to be comparable.
+SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
+
+
+def check_comparable(study: Study, run: RunDirectory) -> Reading:
+    """Raises UsageError for a run that is no correctness baseline of this one."""
+    mine, theirs = study.experiment, run.experiment()
+    if theirs.game.reward != "correctness":
+        raise UsageError(
+            f"{run.name!r} is no baseline: its game.reward is {theirs.game.reward!r}, not 'correctness'.",
+            "Play one with -s game.reward=correctness -s game.sneaky_share=0, or leave --baseline out to train one.",
+        )
+    differing = [key for key in (*SHARED, "rollout.max_tokens") if _value(mine, key) != _value(theirs, key)]
+    if differing:
+        raise UsageError(
+            f"{run.name!r} is no baseline of this run: {', '.join(differing)} differ.",
+            "Give a run with the same values, or leave --baseline out to train one.",
+        )
+    reading = Reading.open(run)
+    if not reading.rounds:
+        raise UsageError(f"The baseline {run.name!r} has no finished round.", "Play it on, or leave --baseline out.")
+    return reading
+
+
+def _value(experiment: Any, key: str) -> Any:
+    for part in key.split("."):
+        experiment = getattr(experiment, part)
+    return experiment
+
+
+def _of_run(study: Study, run: RunDirectory) -> list[Probe]:
+    reading: Written = (found := check_comparable(study, run))
+    return [
+        Probe(
+            f"{run.name} {source_of_round(round_)}",
+            _samples(study, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
+            partial(read_policy, reading, f"{source_of_round(round_)}-prover"),
+        )
+        for round_ in range(found.rounds)[-MOST_PROBES:]
+    ]

@@ -1,0 +1,129 @@
+"""Whether sigmoid(score) is the probability of being correct, and what a Platt fit makes of it.
+
+A verifier trained by cross-entropy promises that it is. Bradley-Terry scores are only defined up to a constant per
+problem: for them the fitted numbers are the ones to read. The fit is cross-validated by problem, so that no problem is
+calibrated by its own solutions.
+
+Sources: Platt 1999 (the fit, with his smoothed targets); Brier 1950; ECE in bins of equal mass as in Nguyen and
+O'Connor 2015 (arXiv 1508.05154); Guo et al. 2017 (arXiv 1706.04599) for the measure itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.logistic import fit, sigmoid
+
+RIDGE = 1e-6  # on both parameters: a separable set has no finite best fit otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Solutions of neighbouring predictions: their mean prediction and the share that is correct."""
+
+    predicted: float
+    correct: Estimate
+
+
+def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, float]:
+    """(a, b) of P(correct | s) = sigmoid(a s + b), fitted to Platt's smoothed targets (n+ + 1)/(n+ + 2) and
+    1/(n- + 2). Raises ValueError without solutions."""
+    if not len(scores_N):
+        raise ValueError("a fit to nothing")
+    positives = int(correct_N.sum())
+    negatives = len(correct_N) - positives
+    targets_N = np.where(correct_N, (positives + 1.0) / (positives + 2.0), 1.0 / (negatives + 2.0))
+    scale = max(1.0, float(np.abs(scores_N).max()))  # scores of tens beside a column of ones are hard to solve for
+    design_N2 = np.stack([scores_N.astype(np.float64) / scale, np.ones(len(scores_N))], axis=1)
+    a, b = fit(design_N2, targets_N, np.full(2, RIDGE))
+    return float(a) / scale, float(b)
+
+
+def cross_fitted(
+    scores_N: NDArray[Any], correct_N: NDArray[np.bool_], problems_N: Ints, fold_P: Ints
+) -> Float64 | None:
+    """float64 [N]: each solution's probability by the Platt fit to all other folds' problems; None where some fold has
+    nothing to be fitted to."""
+    fold_N = fold_P[problems_N]
+    fitted_N = np.zeros(len(scores_N))
+    for fold in np.unique(fold_N):
+        others_N = fold_N != fold
+        if not others_N.any():
+            return None
+        a, b = platt(scores_N[others_N], correct_N[others_N])
+        fitted_N[~others_N] = sigmoid(a * scores_N[~others_N].astype(np.float64) + b)
+    return fitted_N
+
+
+def equal_mass(predicted_N: Float64, bins: int) -> Ints:
+    """int64 [N]: the bin of each prediction; bins hold as equally many as whole solutions and ties allow, and equal
+    predictions are never in two bins."""
+    order_N = np.argsort(predicted_N, kind="stable")
+    bin_N = np.empty(len(predicted_N), dtype=np.int64)
+    bin_N[order_N] = np.arange(len(predicted_N)) * bins // max(1, len(predicted_N))
+    _, level_N = np.unique(predicted_N, return_inverse=True)
+    first_L = np.full(int(level_N.max(initial=-1)) + 1, bins, dtype=np.int64)
+    np.minimum.at(first_L, level_N, bin_N)
+    return np.asarray(first_L[level_N])
+
+
+def calibration_error(
+    predicted_N: Float64, correct_N: NDArray[np.bool_], bin_N: Ints, weights_N: Float64 | None = None
+) -> float:
+    """ECE = sum_b (n_b / N) |mean prediction - share correct| over bins, in [0, 1]; `weights` count solutions."""
+    weights_N = np.ones(len(predicted_N)) if weights_N is None else weights_N
+    gaps_B = np.bincount(bin_N, weights=weights_N * (predicted_N - correct_N))
+    return float(np.abs(gaps_B).sum() / weights_N.sum())
+
+
+def ece(
+    predicted_N: Float64,
+    correct_N: NDArray[np.bool_],
+    problems_N: Ints,
+    bins: int,
+    weights_BP: Float64,
+    confidence: float,
+) -> Estimate:
+    """The calibration error with its bootstrap over problems (bins held fixed). It is biased upwards: even of a perfect
+    verifier a finite sample's is above 0, so compare it between rounds of equal n."""
+    problems = len(np.unique(problems_N))
+    if not len(predicted_N):
+        return Estimate(None, None, None, 0, 0)
+    bin_N = equal_mass(predicted_N, bins)
+    gap_N = predicted_N - correct_N
+    used = np.unique(bin_N)
+    sums_BQ = np.zeros((weights_BP.shape[0], len(used)))
+    for place, number in enumerate(used):
+        inside = bin_N == number
+        by_problem_P = np.bincount(problems_N[inside], weights=gap_N[inside], minlength=weights_BP.shape[1])
+        sums_BQ[:, place] = weights_BP @ by_problem_P
+    size_P = np.bincount(problems_N, minlength=weights_BP.shape[1]).astype(np.float64)
+    replicates_B = np.abs(sums_BQ).sum(axis=1) / (weights_BP @ size_P)
+    value = calibration_error(predicted_N, correct_N, bin_N)
+    return percentile(value, replicates_B, confidence, len(predicted_N), problems)
+
+
+def brier(
+    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, weights_BP: Float64, confidence: float
+) -> Estimate:
+    """mean (prediction - correct)^2, in [0, 1]; lower is better."""
+    return mean_of((predicted_N - correct_N) ** 2, problems_N, weights_BP, confidence)
+
+
+def reliability(
+    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int, confidence: float
+) -> list[Bin]:
+    """The bins in order of their predictions, each with the share of correct ones and its interval."""
+    bin_N = equal_mass(predicted_N, bins)
+    return [
+        Bin(
+            float(predicted_N[bin_N == number].mean()),
+            share_of(correct_N[bin_N == number], problems_N[bin_N == number], confidence),
+        )
+        for number in np.unique(bin_N)
+    ]

@@ -1,0 +1,119 @@
+"""Intervals for numbers that come from several solutions of each problem.
+
+Solutions of one problem are not independent: a hard problem makes all of them wrong. So the unit of chance is the
+problem everywhere. Shares get Wilson's interval at the effective number of solutions, other statistics a bootstrap that
+draws problems.
+
+Sources: Wilson 1927 (the interval); Korn and Graubard, Survey Methodology 24 (1998), 193-201 (the effective sample
+size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problems as what is drawn (clusters).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LEAST_RESAMPLES = 0.9  # of the bootstrap's resamples must have a value; else there is no interval
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number, its interval, and what it rests on: `n` solutions (or pairs, or sequences) of `problems` problems.
+
+    None is a number that does not exist: a mean over nothing; an interval of one problem, or of resamples that were
+    all alike (an AUC of exactly 1 says nothing about its own uncertainty).
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    problems: int
+
+    def plain(self) -> dict[str, Any]:
+        return {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "problems": self.problems}
+
+
+def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
+    """Wilson's interval for a share of `n` independent draws; n need not be whole. Raises ValueError for n <= 0."""
+    if n <= 0:
+        raise ValueError("a share of nothing has no interval")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    # At 0 and at 1 a bound is the share itself: rounding must not put it beside.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
+
+
+def numbered(names: Sequence[str]) -> Ints:
+    """int64 [N]: names as numbers from 0 on, in the order of their first appearance."""
+    found: dict[str, int] = {}
+    return np.array([found.setdefault(name, len(found)) for name in names], dtype=np.int64)
+
+
+def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float) -> Estimate:
+    """The share of N solutions that `holds` for, of the problems numbered `problems`.
+
+    Wilson's interval at the effective sample size n* = p(1-p) / Var(p), where Var(p) = P/(P-1) sum_k e_k^2 / N^2 with
+    e_k = (sum of holds in problem k) - p (solutions of k): the linearised variance of a ratio over clusters. n* is at
+    most N; where all solutions agree it is P, the number of problems, as if each had been seen once.
+    """
+    total = len(holds_N)
+    if not total:
+        return Estimate(None, None, None, 0, 0)
+    count_K = np.bincount(problems_N).astype(np.float64)
+    held_K = np.bincount(problems_N, weights=holds_N.astype(np.float64))
+    present_K = count_K > 0
+    problems = int(present_K.sum())
+    share = float(held_K.sum() / total)
+    if problems < 2:
+        return Estimate(share, None, None, total, problems)
+    errors_K = (held_K - share * count_K)[present_K]
+    variance = problems / (problems - 1) * float((errors_K**2).sum()) / total**2
+    effective = float(problems) if variance == 0.0 else min(float(total), share * (1 - share) / variance)
+    low, high = wilson(share, effective, confidence)
+    return Estimate(share, low, high, total, problems)
+
+
+def draws(problems: int, resamples: int, seed: int) -> Float64:
+    """float64 [B, P]: how often each of P problems is in each of B bootstrap resamples."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    return generator.multinomial(problems, np.full(problems, 1.0 / problems), size=resamples).astype(np.float64)
+
+
+def percentile(value: float, replicates_B: Float64, confidence: float, n: int, problems: int) -> Estimate:
+    """The percentile interval of bootstrap replicates; replicates without a value (NaN) are left out."""
+    known = replicates_B[np.isfinite(replicates_B)]
+    if not math.isfinite(value):
+        return Estimate(None, None, None, n, problems)
+    no_spread = not len(known) or float(known.max() - known.min()) <= 1e-12
+    if problems < 2 or len(known) < LEAST_RESAMPLES * len(replicates_B) or no_spread:
+        return Estimate(float(value), None, None, n, problems)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(known, [tail, 1 - tail])
+    return Estimate(float(value), float(low), float(high), n, problems)
+
+
+def ratio(numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, confidence: float, n: int) -> Estimate:
+    """sum(numerators) / sum(denominators) over problems, with the bootstrap's interval; a mean where those count."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(np.divide(numerators_P.sum(), denominators_P.sum()))
+        replicates_B = (weights_BP @ numerators_P) / (weights_BP @ denominators_P)
+    return percentile(value, replicates_B, confidence, n, int((denominators_P > 0).sum()))
+
+
+def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence: float) -> Estimate:
+    """The mean of N values, of the problems numbered `problems` (0 to P-1)."""
+    size = weights_BP.shape[1]
+    sums_P = np.bincount(problems_N, weights=values_N, minlength=size)
+    counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
+    return ratio(sums_P.astype(np.float64), counts_P, weights_BP, confidence, len(values_N))

@@ -1,0 +1,316 @@
+"""One round's parts: which samples each of them needs, and what it finds. Whatever is on the disk is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from pvg.evaluation import measures
+from pvg.evaluation.attacks import (
+    KINDS,
+    Target,
+    attack,
+    attack_digest,
+    attack_name,
+    check,
+    final_samples,
+    reference_of,
+    sample_attacker,
+)
+from pvg.evaluation.baseline import Baseline, distance
+from pvg.evaluation.distance import reach
+from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.intervals import Float64, draws
+from pvg.evaluation.samples import SampleSet, Scored, digest_of, is_complete, sampled
+from pvg.evaluation.study import (
+    BASE_RANGE,
+    REFERENCE_RANGE,
+    ROUND,
+    SAMPLES_RANGE,
+    Missing,
+    Study,
+    digest,
+    first_version,
+)
+from pvg.evaluation.tax import tax
+from pvg.game.mint import load_source
+from pvg.game.prover_phase import read_prover
+from pvg.game.seeds import seed_for
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
+from pvg.tasks import LocatesFlaws
+
+BOTH = (Role.HELPFUL, Role.SNEAKY)
+ATTACKED = ("found", "censored")  # attacks that have left an attacker
+
+
+def bootstrap(study: Study, problems: int) -> Float64:
+    """The resamples of `problems` problems: the same ones for every part, so that differences are of what differs."""
+    return draws(problems, study.experiment.evaluate.resamples, seed_for(study.seed, "evaluate", "bootstrap"))
+
+
+def base_set(study: Study) -> SampleSet:
+    return SampleSet(BASE_SOURCE, 0, study.test_problems(), BOTH, study.experiment.evaluate.samples, BASE_SOURCE)
+
+
+async def base_samples(study: Study) -> list[Rollout]:
+    return await sampled(study, base_set(study), lambda: load_source(study, BASE_SOURCE, first_version(BASE_RANGE)))
+
+
+def round_set(study: Study, round_: int) -> SampleSet:
+    """Both roles of a round's prover on the test problems."""
+    name, size = source_of_round(round_), study.experiment.evaluate.samples
+    return SampleSet(name, round_, study.test_problems(), BOTH, size, study.ledger.players_of(round_))
+
+
+async def round_samples(study: Study, round_: int) -> list[Rollout]:
+    version = first_version(SAMPLES_RANGE + round_)
+    return await sampled(study, round_set(study, round_), lambda: load_source(study, source_of_round(round_), version))
+
+
+class RoundParts:
+    """The parts of one round. Each returns plain data as the report has it, and raises Missing where something is not
+    there and nothing may be computed, InterruptedByUser where a stop was asked for."""
+
+    def __init__(self, study: Study, judge: FrozenVerifier) -> None:
+        self.study = study
+        self.judge = judge
+        self.round = judge.round
+        self.source = source_of_round(judge.round)
+        self.section = study.experiment.evaluate
+        self._statistics = [self.section.confidence, self.section.resamples]
+
+    @cached_property
+    def _draws(self) -> Float64:
+        return bootstrap(self.study, len(self.study.test_problems()))
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The kinds of attackers in one order, however the settings list them."""
+        return [kind for kind in KINDS if kind in self.section.attacks]
+
+    # --- samples ---------------------------------------------------------------------------------------------------
+
+    async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> Scored:
+        scores_N = await self.judge.scores(wanted.name, rollouts, digest_of(self.study, wanted))
+        return Scored(rollouts, scores_N, pool)
+
+    async def base(self) -> Scored:
+        return await self._scored(base_set(self.study), await base_samples(self.study), self.study.test_problems())
+
+    async def of_round(self, round_: int) -> Scored:
+        """The samples of this round's prover, or an earlier one's, under this round's verifier."""
+        rollouts = await round_samples(self.study, round_)
+        return await self._scored(round_set(self.study, round_), rollouts, self.study.test_problems())
+
+    async def own(self) -> Scored:
+        return await self.of_round(self.round)
+
+    def _reference_set(self) -> SampleSet:
+        pool, size = self.study.prover_problems(), self.section.samples
+        return SampleSet(f"reference-{self.source}", self.round, pool, (Role.HELPFUL,), size, self.judge.digest)
+
+    async def _reference(self) -> Scored:
+        wanted = self._reference_set()
+        version = first_version(REFERENCE_RANGE + ROUND * self.round)
+        rollouts = await sampled(self.study, wanted, lambda: load_source(self.study, self.source, version))
+        return await self._scored(wanted, rollouts, wanted.problems)
+
+    async def _of_attacker(self, target: Target, kind: str) -> Scored:
+        rollouts = await sample_attacker(self.study, target, kind)
+        return await self._scored(final_samples(self.study, target, kind), rollouts, self.study.test_problems())
+
+    def _of(self, *sets: SampleSet) -> list[str]:
+        """What a part depends on that reads these sets under this round's verifier."""
+        return [self.judge.digest, *(digest_of(self.study, wanted) for wanted in sets)]
+
+    async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of a part of this round, from the disk or by `work`."""
+        study, unit = self.study, f"{name}-{self.source}"
+        for_ = digest(name, inputs, self._statistics)
+        found = study.units.read(unit, for_)
+        if found is None:
+            study.begin(unit)
+            found = await work()
+            study.units.write(unit, for_, found)
+        return found
+
+    def has_any(self, part: str) -> bool:
+        """Whether something of `part` was computed, for whatever settings."""
+        exists = self.study.units.exists
+        if part == "exploit":
+            return any(exists(attack_name(self.round, kind)) for kind in KINDS)
+        return exists(f"{part}-{self.source}")
+
+    # --- the parts -------------------------------------------------------------------------------------------------
+
+    async def exploit(self) -> list[dict[str, Any]]:
+        target = await self.target()
+        found = []
+        for kind in self._kinds:
+            result = await self._attack(target, kind)
+            if result["status"] in ATTACKED:
+                inputs = [attack_digest(self.study, target, kind), *self._of(round_set(self.study, self.round))]
+                result["check"] = await self._unit(f"check-{kind}", inputs, partial(self._check, target, kind))
+            found.append(result)
+        return found
+
+    async def _attack(self, target: Target, kind: str) -> dict[str, Any]:
+        name, for_ = attack_name(self.round, kind), attack_digest(self.study, target, kind)
+        found = self.study.units.read(name, for_)
+        if found is None:
+            self.study.begin(name)
+            found = await attack(self.study, target, kind, await self.judge.verifier())
+            self.study.units.write(name, for_, found)
+        return dict(found)
+
+    async def _check(self, target: Target, kind: str) -> Any:
+        fresh, own = await self._of_attacker(target, kind), await self.own()
+        return await self._compute(lambda: check(self.section, fresh, own, target.threshold, self._draws))
+
+    async def target(self) -> Target:
+        """What this round's attacks have to reach, from samples of the round's own."""
+        study = self.study
+        facts = await self.judge.facts()
+        inputs = self._of(round_set(study, self.round), base_set(study), self._reference_set())
+        found = await self._unit("reference", inputs, self._read_target)
+        return Target(self.round, self.judge.digest, facts["threshold"], **found)
+
+    async def _read_target(self) -> dict[str, Any]:
+        own, base, reference = await self.own(), await self.base(), await self._reference()
+        weights_BP = bootstrap(self.study, len(reference.pool))
+        scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
+        return {
+            "reference": reference_of(reference, weights_BP, self.section.confidence).plain(),
+            "lowest": float(scores_N.min()),
+            "highest": float(scores_N.max()),
+        }
+
+    async def best_of_n(self) -> Any:
+        async def work() -> Any:
+            sources = {self.source: await self.own(), BASE_SOURCE: await self.base()}
+            return await self._compute(lambda: measures.best_of_n(sources, self.section, self._draws))
+
+        return await self._unit("best-of-n", self._of(round_set(self.study, self.round), base_set(self.study)), work)
+
+    async def detection(self) -> Any:
+        facts = await self.judge.facts()
+        attackers = await self._attackers()
+        rounds = range(self.round + 1)
+        inputs: list[Any] = self._of(base_set(self.study), *(round_set(self.study, r) for r in rounds))
+        inputs += [[kind, attack_digest(self.study, target, kind)] for kind, target in attackers.items()]
+
+        async def work() -> Any:
+            flaws = {BASE_SOURCE: await self.base()}
+            flaws |= {source_of_round(r): await self.of_round(r) for r in rounds}
+            flaws |= {f"attack-{kind}": await self._of_attacker(target, kind) for kind, target in attackers.items()}
+            own, threshold = flaws[self.source], facts["threshold"]
+            return await self._compute(lambda: measures.detection(own, flaws, threshold, self.section, self._draws))
+
+        return await self._unit("detection", inputs, work)
+
+    async def _attackers(self) -> Mapping[str, Target]:
+        """The attackers of this round that have written their samples, whether or not attacks are asked for now."""
+        computing, self.study.computing = self.study.computing, False
+        try:
+            target = await self.target()
+        except Missing:
+            return {}
+        finally:
+            self.study.computing = computing
+        return {
+            kind: target for kind in self._kinds if is_complete(self.study, final_samples(self.study, target, kind))
+        }
+
+    async def separability(self) -> Any:
+        async def work() -> Any:
+            own, eos_id = await self.own(), self.study.players.base.tokenizer.eos_id
+            return await self._compute(lambda: measures.separability(own, eos_id, self.section, self._draws))
+
+        settings = [self.section.ngrams, self.section.folds]
+        return await self._unit(
+            "separability", [digest_of(self.study, round_set(self.study, self.round)), settings], work
+        )
+
+    async def calibration(self) -> Any:
+        async def work() -> Any:
+            own, loss = await self.own(), self.study.experiment.verifier.loss
+            return await self._compute(lambda: measures.calibration(own, loss, self.section, self._draws))
+
+        settings = [self.section.bins, self.section.folds]
+        return await self._unit("calibration", [*self._of(round_set(self.study, self.round)), settings], work)
+
+    async def localisation(self) -> Any:
+        async def work() -> Any:
+            if not isinstance(self.study.task, LocatesFlaws):
+                return {"known": False}
+            return await self._localisation(self.study.task)
+
+        settings = [self.section.localisation_solutions]
+        return await self._unit("localisation", [*self._of(round_set(self.study, self.round)), settings], work)
+
+    async def _localisation(self, task: LocatesFlaws) -> Any:
+        rollouts = await round_samples(self.study, self.round)
+        chosen = _flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
+        encode = self.study.players.base.tokenizer.encode
+        prefixes = [
+            replace(
+                rollout, id=f"{rollout.id}/{end}", text=rollout.text[:end], completion_ids=encode(rollout.text[:end])
+            )
+            for rollout, _, _ in chosen
+            for end in (0, *task.steps(rollout.text))
+        ]
+        limits = digest(digest_of(self.study, round_set(self.study, self.round)), len(chosen))
+        scores_N = await self.judge.scores(f"prefixes-{self.source}", prefixes, limits)
+        lengths = [1 + len(task.steps(rollout.text)) for rollout, _, _ in chosen]
+        split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
+        flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
+        return await self._compute(lambda: measures.localisation(split, flaws, places, self.section, self._draws))
+
+    async def tax(self, baseline: Baseline) -> Any:
+        study, wanted = self.study, round_set(self.study, self.round)
+
+        async def work() -> Any:
+            rollouts = [r for r in await round_samples(study, self.round) if r.role is Role.HELPFUL]
+            pool = study.test_problems()
+            read = partial(read_prover, study, self.source)
+            policy = await reach(study, self.source, digest_of(study, wanted), rollouts, pool, lambda: read()[0])
+            reaches = [found for _, found in baseline.points]
+            estimate = await self._compute(lambda: tax(policy, reaches, self._draws, self.section.confidence))
+            ones = np.ones(len(pool))
+            kls = [found.kl(ones) for found in reaches]
+            return {
+                "policy": distance(self.source, policy, self._draws, self.section.confidence),
+                "tax": estimate.plain(),
+                "in_range": min(kls) <= policy.kl(ones) <= max(kls),
+                "kl_range": [min(kls), max(kls)],
+            }
+
+        return await self._unit("tax", [digest_of(study, wanted), baseline.digest], work)
+
+    async def _compute(self, work: Callable[[], Any]) -> Any:
+        """In the compute thread: the event loop goes on serving the display."""
+        return await self.study.players.compute(work)
+
+
+def _flawed(
+    task: LocatesFlaws, rollouts: Sequence[Rollout], pool: Sequence[Problem], most: int
+) -> list[tuple[Rollout, int, int]]:
+    """At most `most` sneaky solutions that are wrong in a step that the task knows: (solution, step, problem's place).
+    The first of every problem come first, then the second ones: as many problems as possible."""
+    places = {problem.id: place for place, problem in enumerate(pool)}
+    seen: dict[str, int] = {}
+    found = []
+    for rollout in rollouts:
+        if rollout.role is not Role.SNEAKY or rollout.grade.correct or not rollout.grade.well_formed:
+            continue
+        flaw = task.flaw(pool[places[rollout.problem_id]], rollout.text)
+        if flaw is None or not 0 <= flaw < len(task.steps(rollout.text)):
+            continue
+        turn = seen[rollout.problem_id] = seen.get(rollout.problem_id, -1) + 1
+        found.append((turn, places[rollout.problem_id], rollout, flaw))
+    found.sort(key=lambda entry: entry[:2])
+    return [(rollout, flaw, place) for _, place, rollout, flaw in found[:most]]

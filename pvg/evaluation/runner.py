@@ -1,0 +1,293 @@
+"""`pvg evaluate`: every part of every finished round, done once and kept.
+
+    outcome = await evaluate(experiment, run, request, observer=SilentObserver(), stop=asyncio.Event())
+
+First whatever was asked for is computed, unit by unit, each kept under a digest of what it depends on; then the report
+is put together from all that is there, also of parts that were not asked for this time. Killed at any instant and
+called again, it ends with the report of a call that was never killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.evaluation import baseline as baselines
+from pvg.evaluation.baseline import Baseline, baseline_of, distance
+from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.parts import PARTS
+from pvg.evaluation.report import REPORT_FILE, EvaluationReport, write_report
+from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
+from pvg.evaluation.samples import recover
+from pvg.evaluation.study import MOST_ROUNDS, Missing, Reading, Study
+from pvg.experiment import Experiment
+from pvg.game.players import Players
+from pvg.game.roles import prompt_renderer
+from pvg.game.server_notices import ServerNotices
+from pvg.game.session import InterruptedByUser
+from pvg.store.atomic import make_directory
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.telemetry.cuda_clock import CudaClock
+from pvg.telemetry.events import EventLog
+from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.spans import Tracer, span
+from pvg.version import code_version
+
+MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisation")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate: parts by name, rounds by number (None: all that are finished), and the run to take the
+    correctness baseline from (None: train one)."""
+
+    parts: Sequence[str] = PARTS
+    rounds: Sequence[int] | None = None
+    baseline: RunDirectory | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended: `seconds` is this call's wall time."""
+
+    status: Literal["complete", "interrupted"]
+    report: EvaluationReport
+    seconds: float
+
+
+async def evaluate(
+    experiment: Experiment, run: RunDirectory, request: Request, *, observer: Observer, stop: asyncio.Event
+) -> Outcome:
+    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for a round or a baseline that
+    does not fit; what a part raises surfaces with everything finished intact."""
+    started = time.perf_counter()
+    reading = Reading.open(run)
+    rounds = chosen_rounds(reading, run, request.rounds)
+    if "exploit" in request.parts:
+        check_attacks(experiment)
+    async with AsyncExitStack() as stack:
+        study = await open_study(experiment, reading, observer, stop, stack)
+        if request.baseline is not None:
+            baselines.check_comparable(study, request.baseline)
+        if reading.notice:
+            observer.noticed(reading.notice)
+        if reading.rounds < experiment.game.rounds:
+            observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished: those are evaluated.")
+        status: Literal["complete", "interrupted"] = "complete"
+        try:
+            await _compute(study, rounds, request)
+        except InterruptedByUser:
+            status = "interrupted"
+            observer.noticed("Everything up to here is kept.")
+        report = await assemble(study, rounds, request.parts)
+        write_report(study.folder / REPORT_FILE, report)
+        return Outcome(status, report, time.perf_counter() - started)
+
+
+def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
+    """The rounds to evaluate. Raises UsageError for those that are not finished."""
+    if not reading.rounds:
+        raise UsageError(
+            f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
+            f"Play it on: pvg train --resume {run.name}",
+        )
+    if reading.rounds > MOST_ROUNDS:
+        raise UsageError(f"The run {run.name!r} has more than the {MOST_ROUNDS} rounds that can be evaluated.")
+    if wanted is None:
+        return list(range(reading.rounds))
+    if unknown := [number for number in wanted if not 0 <= number < reading.rounds]:
+        raise UsageError(
+            f"Round {unknown[0]} of the run {run.name!r} is not finished.",
+            f"Finished: {', '.join(map(str, range(reading.rounds)))}.",
+        )
+    return sorted(set(wanted))
+
+
+def check_attacks(experiment: Experiment) -> None:
+    """Raises ConfigurationError for attacks that end before their window is full: none could ever succeed."""
+    section, minibatches = experiment.evaluate, experiment.training.minibatches
+    if (least := section.attack_window * minibatches) > section.attack_steps:
+        each = f" of {minibatches} steps each" if minibatches > 1 else ""
+        raise ConfigurationError(
+            f"evaluate.attack_window = {section.attack_window} batches{each} do not fit into evaluate.attack_steps = "
+            f"{section.attack_steps}, so no attack could succeed.",
+            f"Set evaluate.attack_steps to at least {least}, or lower evaluate.attack_window.",
+        )
+
+
+async def open_study(
+    experiment: Experiment, reading: Reading, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
+) -> Study:
+    """The study of a run, open until `stack` is left. From here on the caller's task drives the tracer."""
+    tracer, folder = Tracer(), reading.directory.evaluation
+    stack.enter_context(tracer.drive())
+    make_directory(folder)
+    log = EventLog(folder / "events.log")
+    stack.callback(log.close)
+    serving = experiment.serving
+    servers = [serving.servers, serving.verifier_servers, serving.reference_servers]
+    with span("open_models"):
+        task = open_task(experiment.task)
+        notices = ServerNotices(log, observer.noticed, servers)
+        players = Players(experiment, task, notices, run=reading.directory.name)
+        stack.push_async_callback(players.close)
+    if players.device.type == "cuda":
+        tracer.use_device_clock(CudaClock())
+    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
+    study = Study(experiment, reading, players, task, render, observer, stop, tracer, folder, log, code_version())
+    if removed := recover(study):
+        observer.noticed(f"Removed {removed} unfinished or outdated files of an earlier evaluation.")
+    with span("sync"):
+        await players.ready()
+    return study
+
+
+# --- computing ---------------------------------------------------------------------------------------------------
+
+
+async def _compute(study: Study, rounds: Sequence[int], request: Request) -> None:
+    baseline: Baseline | None = None
+    # In the order of their versions (pvg.evaluation.study): samples, baseline, then round by round the attacks.
+    await base_samples(study)
+    for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
+        await round_samples(study, round_)
+    if "tax" in request.parts:
+        baselines.remember(study, request.baseline)
+        baseline = await _baseline(study, request.baseline)
+    for round_ in rounds:
+        with _judged(study, round_) as parts:
+            if "exploit" in request.parts:
+                await parts.exploit()
+            await _measure(study, parts, [part for part in MEASURES if part in request.parts], baseline)
+        write_report(study.folder / REPORT_FILE, await assemble(study, rounds, request.parts))
+
+
+async def _measure(study: Study, parts: RoundParts, wanted: Sequence[str], baseline: Baseline | None) -> None:
+    works = {part: _work(parts, part) for part in wanted}
+    if baseline is not None:
+        works["tax"] = lambda: parts.tax(baseline)
+    info = PhaseInfo(parts.round, study.experiment.game.rounds, "measures", "parts", len(works))
+    for number, work in enumerate(works.values()):
+        if not number:
+            study.observer.phase_started(info)
+        await work()
+        study.observer.progressed(Progress(number + 1))
+    if works:
+        study.observer.phase_finished(info, {})
+
+
+def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
+    return {
+        "exploit": parts.exploit,
+        "best-of-n": parts.best_of_n,
+        "detection": parts.detection,
+        "separability": parts.separability,
+        "calibration": parts.calibration,
+        "localisation": parts.localisation,
+    }[part]
+
+
+@contextmanager
+def _judged(study: Study, round_: int) -> Iterator[RoundParts]:
+    judge = FrozenVerifier(study, round_)
+    try:
+        yield RoundParts(study, judge)
+    finally:
+        judge.close()
+
+
+async def _baseline(study: Study, run: RunDirectory | None) -> Baseline:
+    return await baseline_of(study, base_set(study), run, lambda: base_samples(study))
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -> EvaluationReport:
+    """The report of all that is on the disk and fits the present settings; computes nothing."""
+    stale: list[str] = []
+    found: list[dict[str, Any]] = []
+    study.computing = False
+    try:
+        try:
+            baseline = await _baseline(study, baselines.remembered(study))
+        except Missing:
+            baseline = None
+        for round_ in range(study.ledger.rounds):
+            found.append(await _assemble_round(study, round_, baseline, stale))
+    finally:
+        study.computing = True
+    complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in wanted)
+    there = [entry for entry in found if len(entry) > 2]
+    return EvaluationReport.model_validate(
+        {
+            "status": "complete" if complete else "partial",
+            "run": study.ledger.directory.name,
+            "experiment": study.experiment.name,
+            "config_hash": study.config,
+            "code_version": study.code_version,
+            "machine": study.players.machine,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rounds_finished": study.ledger.rounds,
+            "rounds_planned": study.experiment.game.rounds,
+            "settings": study.experiment.evaluate.model_dump(mode="json"),
+            "rounds": there,
+            "baseline": _told(study, baseline) if any("tax" in entry for entry in there) else None,
+            "stale": stale,
+            "notes": notes(study.experiment),
+        }
+    )
+
+
+async def _assemble_round(study: Study, round_: int, baseline: Baseline | None, stale: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"round": round_}
+    with _judged(study, round_) as parts:
+        try:
+            found["verifier_version"] = (await parts.judge.facts())["version"]
+        except Missing:
+            found["verifier_version"] = None
+        for part in PARTS:
+            try:
+                if part == "tax":
+                    if baseline is None:
+                        raise Missing(part)
+                    found["tax"] = await parts.tax(baseline)
+                else:
+                    found[part.replace("-", "_")] = await _work(parts, part)()
+            except Missing:
+                if parts.has_any(part):
+                    stale.append(f"{part} of round {round_}")
+    return found
+
+
+def _told(study: Study, baseline: Baseline | None) -> dict[str, Any] | None:
+    if baseline is None:
+        return None
+    weights_BP = bootstrap(study, len(study.test_problems()))
+    confidence = study.experiment.evaluate.confidence
+    points = [distance(name, reach, weights_BP, confidence) for name, reach in baseline.points]
+    return {"source": baseline.source, "points": points}
+
+
+def notes(experiment: Experiment) -> list[str]:
+    """What a reader must know of this run's numbers."""
+    found = []
+    rollout = experiment.rollout
+    if rollout.top_p < 1.0 or rollout.top_k > 0:
+        found.append(
+            f"Solutions are sampled from a part of the distribution (rollout.top_p = {rollout.top_p}, rollout.top_k = "
+            f"{rollout.top_k}): the KL's estimate is biased."
+        )
+    if experiment.verifier.loss != "cross_entropy":
+        found.append(
+            f"verifier.loss = {experiment.verifier.loss!r} fixes no offset of a score: sigmoid(score) is no "
+            "probability, and only the fitted calibration is one."
+        )
+    return found

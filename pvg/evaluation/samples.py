@@ -1,0 +1,164 @@
+"""Fresh samples: the same problems for every policy, sampled once and shared by the parts.
+
+A set of samples is made of chunks, each committed as one shard; its manifest, replaced after every chunk, names them.
+A process that is killed leaves at most one shard that no manifest names: it is removed at the next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pvg.evaluation.intervals import Ints
+from pvg.evaluation.study import Study, committed_shards, digest, read_json
+from pvg.game.seeds import seed_for
+from pvg.game.statistics import sample_metrics
+from pvg.records import Float32, Problem, Role, Rollout
+from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
+from pvg.store.shards import ShardInfo
+from pvg.telemetry.observer import PhaseInfo, Progress
+
+MANIFESTS = "samples"
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """What to sample: `size` solutions of each problem in each role. `policy` is a digest of the writer, `name` its
+    own in the evaluation; `round` says where its shards lie and what the display shows."""
+
+    name: str
+    round: int
+    problems: Sequence[Problem]
+    roles: tuple[Role, ...]
+    size: int
+    policy: str
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.problems) * len(self.roles) * self.size
+
+
+def digest_of(study: Study, wanted: SampleSet) -> str:
+    ids = [problem.id for problem in wanted.problems]
+    roles = [role.value for role in wanted.roles]
+    return digest("samples", study.config, wanted.name, wanted.policy, ids, roles, wanted.size)
+
+
+async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
+    """The set's rollouts, in order of problems and roles: read where they are there, sampled where they are not.
+
+    `load` publishes the policy; it is called only when something has to be sampled. Raises InterruptedByUser after a
+    chunk where a stop was asked for."""
+    for_ = digest_of(study, wanted)
+    shards = _committed(study, wanted.name, for_)
+    chunks = _chunks(study, wanted)
+    if len(shards) < len(chunks):
+        study.begin(wanted.name)
+        done = sum(shard.rows for shard in shards)
+        info = PhaseInfo(wanted.round, study.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
+        study.observer.phase_started(info)
+        await load()
+        for number in range(len(shards), len(chunks)):
+            rollouts = await _sample(study, wanted, number, chunks[number])
+            label = f"{wanted.name}-{for_[:8]}-{number:05d}"
+            shards.append(study.shards.write(wanted.round, label, rollouts))
+            _write_manifest(study, wanted.name, for_, shards)
+            done += len(rollouts)
+            study.observer.progressed(Progress(done, _told(rollouts)))
+            study.check_stop()
+        study.observer.phase_finished(info, {})
+    return [rollout for shard in shards for rollout in study.shards.read(shard)]
+
+
+def is_complete(study: Study, wanted: SampleSet) -> bool:
+    """Whether the whole set is on the disk."""
+    return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
+
+
+def _told(rollouts: list[Rollout]) -> dict[str, float]:
+    metrics = sample_metrics(rollouts, 1.0)
+    del metrics["tokens_per_s"]
+    return metrics
+
+
+def _chunks(study: Study, wanted: SampleSet) -> list[Sequence[Problem]]:
+    per_chunk = max(1, study.experiment.rollout.max_rows // (wanted.size * len(wanted.roles)))
+    return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
+
+
+async def _sample(study: Study, wanted: SampleSet, number: int, problems: Sequence[Problem]) -> list[Rollout]:
+    first = sum(len(chunk) for chunk in _chunks(study, wanted)[:number])
+    orders = [
+        study.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
+        for position, problem in enumerate(problems)
+        for rank, role in enumerate(wanted.roles)
+    ]
+    groups = await study.players.dispatcher.sample(
+        orders,
+        round_=wanted.round,
+        source=wanted.name,
+        step=number,
+        seed=seed_for(study.seed, "evaluate", wanted.name, number),
+        prefix=f"evaluate/{wanted.name}/{number:05d}",
+    )
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+# --- what is committed -------------------------------------------------------------------------------------------
+
+
+def _write_manifest(study: Study, name: str, for_: str, shards: list[ShardInfo]) -> None:
+    plain = {"digest": for_, "shards": [shard.plain() for shard in shards]}
+    make_directory(study.folder / MANIFESTS)
+    write_atomic(study.folder / MANIFESTS / f"{name}.json", orjson.dumps(plain, option=orjson.OPT_INDENT_2))
+
+
+def _committed(study: Study, name: str, for_: str) -> list[ShardInfo]:
+    path = study.folder / MANIFESTS / f"{name}.json"
+    manifest = read_json(path, "shards")
+    return [] if manifest is None or manifest["digest"] != for_ else committed_shards([manifest])
+
+
+def recover(study: Study) -> int:
+    """Remove what a killed process left behind and what stale sets have left; how many files that were."""
+    folder = study.folder / MANIFESTS
+    remove_temporaries(folder)
+    found = (read_json(path, "shards") for path in sorted(folder.glob("*.json")))
+    return len(study.shards.recover(committed_shards([manifest for manifest in found if manifest is not None])))
+
+
+# --- samples as arrays -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rollouts with one verifier's scores, as arrays [N]. `pool` lists the problems that numbers stand for."""
+
+    rollouts: Sequence[Rollout]
+    scores_N: Float32
+    pool: Sequence[Problem]
+
+    @cached_property
+    def correct_N(self) -> Any:
+        return np.array([r.grade.correct for r in self.rollouts], dtype=bool)
+
+    @cached_property
+    def helpful_N(self) -> Any:
+        return np.array([r.role is Role.HELPFUL for r in self.rollouts], dtype=bool)
+
+    @cached_property
+    def flaws_N(self) -> Any:
+        """Sneaky, wrong, and a solution at all."""
+        return np.array(
+            [r.role is Role.SNEAKY and r.grade.well_formed and not r.grade.correct for r in self.rollouts], dtype=bool
+        )
+
+    @cached_property
+    def problems_N(self) -> Ints:
+        places = {problem.id: place for place, problem in enumerate(self.pool)}
+        return np.array([places[r.problem_id] for r in self.rollouts], dtype=np.int64)

@@ -1,0 +1,179 @@
+"""Training policies that are no part of the run: attackers of a frozen verifier, and the correctness baseline.
+
+Each has a folder of its own with a ledger like a run's, so that it is resumed like a run: killed at any instant it goes
+on from its last commit, and ends bit by bit like one that was never killed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pvg.evaluation.study import Reading, Study, first_version, remove_folder
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.ledger import Ledger
+from pvg.game.prover_phase import ProverPhase, Stops, open_learner, save_policy
+from pvg.game.seeds import seed_for
+from pvg.game.session import Session, finite
+from pvg.game.states import Phase
+from pvg.store.atomic import make_directory, write_atomic
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.spans import span
+from pvg.verifier.protocol import Judge
+
+DIGEST_FILE = "digest"
+
+
+@dataclass(frozen=True)
+class Course:
+    """One policy's training: where its files lie below the evaluation, what it depends on, its settings, and the
+    number of steps after each of which the policy is kept (ascending; the last one ends the training)."""
+
+    place: str
+    digest: str
+    experiment: Experiment
+    round: int
+    phase: str  # as the display names it
+    versions: int  # the range of its versions (pvg.evaluation.study)
+    kept: tuple[int, ...]
+
+    def folder(self, study: Study) -> Path:
+        return study.folder / self.place
+
+    def written(self, study: Study) -> Reading:
+        """Its policies, for reading."""
+        return Reading.open(RunDirectory(self.folder(study)))
+
+
+def policy_name(steps: int) -> str:
+    return f"policy-{steps:06d}"
+
+
+def course_experiment(
+    experiment: Experiment,
+    role: Literal["helpful", "sneaky"],
+    game: Mapping[str, Any],
+    training: Mapping[str, Any],
+    place: str,
+) -> Experiment:
+    """The run's settings with one role, another reward and the training's changes, on random numbers of its own.
+
+    All but the reward is validated as an experiment is. The reward is not: checks of games refuse `src` and `cgc` with
+    one role, for a game needs both; an attacker of one role is what is wanted here. Raises ConfigurationError."""
+    plain = experiment.plain()
+    plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
+    plain["training"] |= {name: value for name, value in training.items() if value is not None}
+    plain["seed"] = seed_for(experiment.seed, "evaluate", place)
+    valid = build_experiment(plain, "evaluate")
+    return valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})
+
+
+@contextmanager
+def opened(study: Study, course: Course) -> Iterator[Session]:
+    """The course's session: its ledger where it was left, or a new one where it is stale or was never begun."""
+    folder = course.folder(study)
+    mark = folder / DIGEST_FILE
+    if not mark.exists() or mark.read_text() != course.digest:
+        remove_folder(folder)
+        make_directory(folder)
+        write_atomic(mark, course.digest.encode())
+    directory = RunDirectory(folder)
+    for part in (directory.manifest, directory.rollouts, directory.checkpoints, directory.weights):
+        make_directory(part)
+    ledger = Ledger(directory, course.experiment, study.code_version)
+    try:
+        for notice in ledger.notices:
+            study.observer.noticed(notice)
+        if elsewhere := ledger.played_on(study.players.machine):
+            study.observer.noticed(elsewhere)
+        watcher = Renamed(study.observer, course.phase)
+        yield Session(
+            course.experiment, study.task, ledger, study.players, study.render, watcher, study.stop, study.tracer
+        )
+    finally:
+        ledger.close()
+
+
+async def train(session: Session, course: Course, verifier: Judge, threshold: float, rule: Stops | None = None) -> None:
+    """Train to the end, from the last commit on; every policy to be kept is then among the ledger's weights.
+
+    A `rule` that stops ends the training early, and what is kept is kept under the steps that were wanted. Raises
+    InterruptedByUser at a commit point, and TrainingDivergedError."""
+    ledger = session.ledger
+    if ledger.state.phase is Phase.INIT:
+        begun = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=course.round)
+        await session.commit_state(replace(begun, version=first_version(course.versions)))
+    for steps in course.kept:
+        if policy_name(steps) not in ledger.state.weights:
+            await _train_to(session, steps, verifier, threshold, rule)
+
+
+async def _train_to(session: Session, steps: int, verifier: Judge, threshold: float, rule: Stops | None) -> None:
+    started = time.perf_counter()
+    info = session.begin("steps", steps, session.state.step)
+    with span("open_models"):
+        learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
+    try:
+        with span("open_models"):
+            phase = ProverPhase(session, info, verifier, threshold, learner, rule)
+        await phase.play()
+        phase.tell_unfinished()
+        meta = {
+            "steps": phase.done,
+            "rule": None if rule is None else rule.state(),
+            "metrics": finite(phase.last_metrics),
+        }
+        with span("checkpoint"):
+            names = await save_policy(session, learner, policy_name(steps), meta)
+        session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
+        # The next part publishes the policy that this one ended with once more, so as another version.
+        version = phase.version + 1
+        progress = {**session.state.progress, "version": version}
+        weights = (*session.state.weights, *names)
+        await session.commit(weights=weights, version=version, progress=progress)
+    finally:
+        learner.close()
+
+
+class Renamed:
+    """Passes on what a course tells, its phase under the name that the evaluation has for it."""
+
+    def __init__(self, observer: Observer, phase: str) -> None:
+        self._observer = observer
+        self._phase = phase
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        self._observer.phase_started(replace(info, phase=self._phase))
+
+    def progressed(self, progress: Progress) -> None:
+        self._observer.progressed(progress)
+
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
+        self._observer.phase_finished(replace(info, phase=self._phase), metrics)
+
+    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
+        self._observer.round_finished(round_, metrics)
+
+    def alerted(self, name: str, message: str) -> None:
+        self._observer.alerted(name, message)
+
+    def noticed(self, message: str) -> None:
+        self._observer.noticed(message)
+
+
+def kept_policy(session: Session, steps: int) -> Mapping[str, Any]:
+    """What `train` knew when it kept the policy of `steps` steps."""
+    _, meta = session.ledger.read_weights(policy_name(steps))
+    return meta
+
+
+def probe_steps(total: int, probes: int, minibatches: int) -> tuple[int, ...]:
+    """At most `probes` numbers of steps up to `total`, evenly spaced, none within a sampled batch (but the last)."""
+    steps: Sequence[int] = [round(total * (number + 1) / probes) for number in range(probes)]
+    whole = {step // minibatches * minibatches for step in steps[:-1]}
+    return tuple(sorted({step for step in whole if step > 0} | {total}))

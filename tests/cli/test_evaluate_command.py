@@ -1,0 +1,54 @@
+"""`pvg evaluate` as a user calls it: what is refused, and the one JSON document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from calling import pvg
+from run_samples import begin, commit, state, tell
+from test_real_game import SMALL
+
+from pvg.models.sources import embedded_names
+
+LITTLE = [
+    word
+    for setting in ("problems=4", "samples=2", "attacks=goodhart", "attack_steps=1", "attack_window=1", "resamples=100")
+    for word in ("-s", f"evaluate.{setting}")
+]
+
+
+def test_what_cannot_be_evaluated_is_refused() -> None:
+    begin(Path("runs"), "new")
+    assert "nothing to evaluate" in pvg("evaluate", "new").err
+    called = pvg("evaluate", "nwe")
+    assert called.code == 2
+    assert "Did you mean 'new'" in called.err
+    called = pvg("evaluate", "new", "--parts", "exploits", "--json")
+    assert called.code == 2
+    assert "Did you mean 'exploit'" in called.document["error"]["message"]
+    assert pvg("evaluate", "new", "--rounds", "x").code == 2
+
+
+def test_settings_that_the_run_was_played_with_cannot_be_changed() -> None:
+    run = begin(Path("runs"), "first")
+    commit(run, state("complete", rounds=[{}]))
+    tell(run, {"kind": "round", "round": 0, "metrics": {"fooled_rate": 0.5}})
+    called = pvg("evaluate", "first", "-s", "training.steps=3")
+    assert called.code == 2
+    assert "training.steps" in called.err
+    assert "evaluate.*" in called.err
+
+
+@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
+def test_train_then_evaluate_then_report() -> None:
+    assert pvg("train", *SMALL, "--json").code == 0
+    called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")
+    assert called.code == 0, called.err
+    found = called.document
+    assert found["status"] == found["evaluation"]["status"] == "complete"
+    assert found["evaluation"]["rounds"][0]["exploit"][0]["kind"] == "goodhart"
+    assert found["path"] == "runs/modchain/evaluation/evaluation.json"
+    reported = pvg("report", "modchain", "--json").document
+    assert reported["evaluation"] == found["evaluation"]
+    assert "Steps to exploit" in pvg("report", "modchain", "--no-html").out

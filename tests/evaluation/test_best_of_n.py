@@ -1,0 +1,90 @@
+"""Best-of-n against the enumeration of all subsets, ties drawn at random."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pvg.evaluation.best_of_n import balanced, by_problem, curve_point, natural, pass_at, sizes
+
+
+def won(scores, correct):
+    """The chance that one of the solutions with the highest score, drawn at random, is correct."""
+    best = [c for s, c in zip(scores, correct, strict=True) if s == max(scores)]
+    return sum(best) / len(best)
+
+
+def enumerated_balanced(scores, correct, n):
+    right = [s for s, c in zip(scores, correct, strict=True) if c]
+    wrong = [s for s, c in zip(scores, correct, strict=True) if not c]
+    half = n // 2
+    chances = [
+        won(a + b, [True] * half + [False] * half)
+        for a in itertools.combinations(right, half)
+        for b in itertools.combinations(wrong, half)
+    ]
+    return sum(chances) / len(chances) if chances else None
+
+
+def enumerated_natural(scores, correct, n):
+    chosen = [
+        won([scores[i] for i in rows], [correct[i] for i in rows])
+        for rows in itertools.combinations(range(len(scores)), n)
+    ]
+    return sum(chosen) / len(chosen) if chosen else None
+
+
+problems = st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems, st.sampled_from([2, 4, 6]))
+def test_balanced_is_the_mean_over_all_choices(rows, n):
+    scores, correct = [float(s) for s, _ in rows], [c for _, c in rows]
+    found, expected = balanced(np.array(scores), np.array(correct), n), enumerated_balanced(scores, correct, n)
+    assert (found is None) == (expected is None)
+    assert found is None or found == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems, st.integers(1, 5))
+def test_natural_is_the_mean_over_all_choices(rows, n):
+    scores, correct = [float(s) for s, _ in rows], [c for _, c in rows]
+    found, expected = natural(np.array(scores), np.array(correct), n), enumerated_natural(scores, correct, n)
+    assert (found is None) == (expected is None)
+    assert found is None or found == pytest.approx(expected, abs=1e-12)
+
+
+def test_by_hand():
+    scores_N, correct_N = np.array([3.0, 1.0, 2.0, 0.0]), np.array([True, True, False, False])
+    # Pairs (3,2) (3,0) (1,0) are won, (1,2) is lost.
+    assert balanced(scores_N, correct_N, 2) == 0.75
+    assert balanced(scores_N, correct_N, 4) == 1.0
+    assert balanced(np.array([1.0, 1.0]), np.array([True, False]), 2) == 0.5
+    assert natural(scores_N, correct_N, 4) == 1.0
+    with pytest.raises(ValueError, match="even"):
+        balanced(scores_N, correct_N, 3)
+
+
+def test_pass_at_n_by_hand():
+    assert pass_at(1, 4, 2) == pytest.approx(0.5)
+    assert pass_at(0, 4, 2) == 0.0
+    assert pass_at(3, 4, 2) == 1.0
+
+
+def test_sizes_are_powers_of_two():
+    assert sizes(16) == [2, 4, 8, 16]
+    assert sizes(9) == [2, 4, 8]
+    assert sizes(1) == []
+
+
+def test_problems_without_both_kinds_are_left_out_of_the_mean():
+    scores_N, correct_N = np.array([1.0, 0.0, 5.0, 4.0]), np.array([True, False, True, True])
+    values = by_problem(scores_N, correct_N, np.array([0, 0, 1, 1]), 2, balanced)
+    assert values == [1.0, None]
+    point = curve_point(values, np.ones((100, 2)), 0.95)
+    assert (point.value, point.n, point.problems, point.low) == (1.0, 1, 1, None)

@@ -1,0 +1,111 @@
+"""Calibration against hand-computed numbers, and logistic fits against what must hold at their minimum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pvg.evaluation.calibration import (
+    RIDGE,
+    brier,
+    calibration_error,
+    cross_fitted,
+    ece,
+    equal_mass,
+    platt,
+    reliability,
+)
+from pvg.evaluation.intervals import draws
+from pvg.evaluation.logistic import fit, sigmoid
+
+
+def test_the_sigmoid():
+    assert sigmoid(np.array([0.0, np.log(3.0), -800.0, 800.0])) == pytest.approx([0.5, 0.75, 0.0, 1.0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.floats(1e-3, 10.0))
+def test_at_the_fit_the_gradient_is_zero(seed, penalty):
+    generator = np.random.default_rng(seed)
+    design_ND = np.concatenate([generator.normal(size=(30, 4)) * 3, np.ones((30, 1))], axis=1)
+    targets_N = (generator.random(30) < 0.5).astype(float)
+    weights_D = fit(design_ND, targets_N, np.full(5, penalty))
+    gradient_D = design_ND.T @ (1 / (1 + np.exp(-design_ND @ weights_D)) - targets_N) + penalty * weights_D
+    assert np.abs(gradient_D).max() < 1e-6
+
+
+def test_the_intercept_alone_is_the_log_odds():
+    weights_D = fit(np.ones((4, 1)), np.array([1.0, 1.0, 1.0, 0.0]), np.full(1, 1e-9))
+    assert weights_D == pytest.approx([np.log(3.0)], abs=1e-6)
+
+
+def test_a_fit_without_a_penalty_is_refused():
+    with pytest.raises(ValueError, match="penalty"):
+        fit(np.ones((2, 1)), np.array([0.0, 1.0]), np.zeros(1))
+
+
+def test_platt_on_two_levels_gives_the_smoothed_shares():
+    # Two scores, two parameters: the fit meets the mean target of each level. 3 of 4 and 1 of 4 are correct; Platt's
+    # targets are (4+1)/(4+2) = 5/6 and 1/6, so the levels' means are (3*5/6 + 1/6)/4 = 2/3 and 1/3.
+    scores_N = np.array([2.0] * 4 + [-2.0] * 4)
+    correct_N = np.array([True, True, True, False, True, False, False, False])
+    a, b = platt(scores_N, correct_N)
+    assert sigmoid(np.array([2 * a + b, -2 * a + b])) == pytest.approx([2 / 3, 1 / 3], abs=10 * RIDGE)
+
+
+def test_platt_on_separable_scores_stays_finite():
+    a, b = platt(np.array([100.0, 90.0, -90.0, -100.0]), np.array([True, True, False, False]))
+    assert np.isfinite([a, b]).all()
+    assert a > 0
+
+
+def test_bins_of_equal_mass():
+    assert equal_mass(np.array([0.4, 0.1, 0.3, 0.2]), 2).tolist() == [1, 0, 1, 0]
+    assert equal_mass(np.array([0.1, 0.5, 0.5, 0.5]), 2).tolist() == [0, 0, 0, 0]  # equal ones stay together
+    assert equal_mass(np.zeros(0), 3).tolist() == []
+
+
+def test_the_calibration_error_by_hand():
+    predicted_N = np.array([0.1, 0.3, 0.7, 0.9])
+    correct_N = np.array([False, True, True, True])
+    # bins {0.1, 0.3}: |0.2 - 0.5| = 0.3; {0.7, 0.9}: |0.8 - 1| = 0.2; each holds half
+    assert calibration_error(predicted_N, correct_N, np.array([0, 0, 1, 1])) == pytest.approx(0.25)
+    found = ece(predicted_N, correct_N, np.arange(4), 2, draws(4, 200, 0), 0.95)
+    assert found.value == pytest.approx(0.25)
+    assert found.low <= found.value <= found.high
+
+
+def test_resampled_errors_are_those_of_repeated_solutions():
+    predicted_N = np.array([0.1, 0.3, 0.7, 0.9, 0.6])
+    correct_N, problems_N = np.array([False, True, True, False, True]), np.array([0, 0, 1, 1, 2])
+    bin_N = equal_mass(predicted_N, 2)
+    weights_BP = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
+    found = ece(predicted_N, correct_N, problems_N, 2, weights_BP, 0.5)
+    by_hand = [calibration_error(predicted_N, correct_N, bin_N, w[problems_N]) for w in weights_BP]
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(by_hand, [0.25, 0.75])))
+
+
+def test_brier_by_hand():
+    found = brier(np.array([0.8, 0.3]), np.array([True, False]), np.array([0, 1]), np.ones((100, 2)), 0.95)
+    assert found.value == pytest.approx((0.04 + 0.09) / 2)
+
+
+def test_reliability_tells_shares_with_intervals():
+    bins = reliability(np.array([0.1, 0.2, 0.8, 0.9]), np.array([False, False, True, False]), np.arange(4), 2, 0.95)
+    assert [b.predicted for b in bins] == pytest.approx([0.15, 0.85])
+    assert [b.correct.value for b in bins] == [0.0, 0.5]
+    assert bins[1].correct.low < 0.5 < bins[1].correct.high
+
+
+def test_a_problem_is_never_calibrated_by_itself():
+    # Problem 0's solutions contradict all others. Fitted to the others alone, its predictions are wrong.
+    scores_N = np.array([1.0, -1.0] * 8)
+    correct_N = np.array([False, True] + [True, False] * 7)
+    problems_N = np.repeat(np.arange(8), 2)
+    fitted_N = cross_fitted(scores_N, correct_N, problems_N, np.arange(8))
+    assert fitted_N is not None
+    assert fitted_N[0] > 0.8
+    assert fitted_N[1] < 0.2
+    assert cross_fitted(scores_N, correct_N, problems_N, np.zeros(8, dtype=np.int64)) is None

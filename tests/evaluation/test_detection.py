@@ -1,0 +1,83 @@
+"""ROC and AUC against the library's AUC and against resamples that are drawn out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pvg.evaluation.detection import MOST_POINTS, auc_of, roc, wins
+from pvg.evaluation.intervals import draws
+from pvg.verifier.measures import auc
+
+sides = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 4)), min_size=1, max_size=12)
+
+
+def arrays(rows):
+    return np.array([float(s) for s, _ in rows]), np.array([p for _, p in rows], dtype=np.int64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sides, sides)
+def test_the_sum_of_wins_is_the_auc_and_a_resample_is_one_of_repeated_problems(positive, negative):
+    (pos_N, at_N), (neg_M, at_M) = arrays(positive), arrays(negative)
+    counts = wins(pos_N, at_N, neg_M, at_M, 5)
+    weights_BP = draws(5, 6, seed=1)
+    assert auc_of(counts, weights_BP, 0.95).value == pytest.approx(auc(pos_N, neg_M), abs=1e-12)
+    for weights_P in weights_BP:
+        times = weights_P.astype(int)
+        drawn = auc(np.repeat(pos_N, times[at_N]), np.repeat(neg_M, times[at_M]))
+        pairs = weights_P @ np.outer(counts.positives_P, counts.negatives_P) @ weights_P
+        if pairs:
+            assert weights_P @ counts.wins_PP @ weights_P / pairs == pytest.approx(drawn, abs=1e-12)
+        else:
+            assert np.isnan(drawn)
+
+
+def test_folds_count_only_their_own_pairs():
+    # Within folds every positive wins; across them every one loses.
+    counts = wins(np.array([1.0, 11.0]), np.array([0, 1]), np.array([0.0, 10.0]), np.array([0, 1]), 2)
+    assert auc_of(counts, np.ones((100, 2)), 0.95).value == 0.75
+    assert auc_of(counts, np.ones((100, 2)), 0.95, np.array([0, 1])).value == 1.0
+
+
+def test_an_auc_of_nothing_has_no_value():
+    nothing = np.zeros(0), np.zeros(0, dtype=np.int64)
+    found = auc_of(wins(np.ones(2), np.array([0, 1]), *nothing, 2), np.ones((100, 2)), 0.95)
+    assert (found.value, found.n) == (None, 2)
+
+
+def test_an_interval_of_clusters_is_wider_than_one_that_takes_them_for_independent():
+    generator = np.random.default_rng(0)
+    level_P = generator.normal(size=30)
+    problems_N = np.repeat(np.arange(30), 8)
+    pos_N, neg_M = level_P[problems_N] + 0.5, level_P[problems_N]
+    clustered = auc_of(wins(pos_N, problems_N, neg_M, problems_N, 30), draws(30, 500, 0), 0.95)
+    alone = np.arange(240)
+    single = auc_of(wins(pos_N, alone, neg_M, alone, 240), draws(240, 500, 0), 0.95)
+    assert clustered.value == pytest.approx(single.value)
+    assert clustered.high - clustered.low > 1.5 * (single.high - single.low)
+
+
+def test_the_roc_by_hand():
+    points = roc(np.array([3.0, 2.0, 2.0, 0.0]), np.array([2.0, 1.0]))
+    assert points == [(0.0, 0.0), (0.0, 0.25), (0.5, 0.75), (1.0, 0.75), (1.0, 1.0)]
+    assert roc(np.zeros(0), np.ones(2)) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(sides, sides)
+def test_the_area_under_the_roc_is_the_auc(positive, negative):
+    (pos_N, _), (neg_M, _) = arrays(positive), arrays(negative)
+    points = np.array(roc(pos_N, neg_M))
+    assert np.trapezoid(points[:, 1], points[:, 0]) == pytest.approx(auc(pos_N, neg_M), abs=1e-12)
+
+
+def test_a_long_roc_is_thinned_and_keeps_its_ends():
+    generator = np.random.default_rng(1)
+    points = roc(generator.normal(size=500), generator.normal(size=500))
+    assert len(points) == MOST_POINTS
+    assert points[0] == (0.0, 0.0)
+    assert points[-1] == (1.0, 1.0)
+    assert points == sorted(points)

@@ -1,0 +1,96 @@
+"""Intervals against numbers computed by hand, and against slow references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.evaluation.intervals import Estimate, draws, mean_of, numbered, percentile, ratio, share_of, wilson
+
+
+def test_wilson_by_hand():
+    # p = 0.8, n = 10, z = 1.96: centre (0.8 + 0.19207) / 1.38415, half-width sqrt(0.016 + 0.0096036) * 1.96 / 1.38415
+    low, high = wilson(0.8, 10, 0.95)
+    assert low == pytest.approx(0.49016, abs=1e-4)
+    assert high == pytest.approx(0.94332, abs=1e-4)
+
+
+def test_wilson_at_the_ends():
+    assert wilson(0.0, 10, 0.95) == (0.0, pytest.approx(0.27753, abs=1e-4))  # z^2 / (n + z^2)
+    assert wilson(1.0, 10, 0.95) == (pytest.approx(0.72247, abs=1e-4), 1.0)
+    with pytest.raises(ValueError, match="nothing"):
+        wilson(0.5, 0, 0.95)
+
+
+@given(st.floats(0, 1), st.floats(0.5, 1e5), st.floats(0.5, 0.999))
+def test_wilson_holds_the_share(share, n, confidence):
+    low, high = wilson(share, n, confidence)
+    assert 0.0 <= low <= share <= high <= 1.0
+
+
+def test_a_share_of_one_solution_per_problem_by_hand():
+    holds_N = np.array([True] * 8 + [False] * 2)
+    found = share_of(holds_N, np.arange(10), 0.95)
+    # One solution per problem: Var = 10/9 * (8 * 0.04 + 2 * 0.64) / 100, so n* = 0.16 / Var = 9.
+    assert (found.low, found.high) == pytest.approx(wilson(0.8, 9, 0.95))
+    assert (found.value, found.n, found.problems) == (pytest.approx(0.8), 10, 10)
+
+
+def test_solutions_that_agree_within_problems_count_once_per_problem():
+    holds_N = np.repeat([True, True, True, False], 8)
+    clustered = share_of(holds_N, np.repeat(np.arange(4), 8), 0.95)
+    # e_k = 8 - 0.75*8 = 2 (three times) and -6: Var = 4/3 * 48 / 32^2 = 1/16, n* = 0.1875 * 16 = 3.
+    assert (clustered.low, clustered.high) == pytest.approx(wilson(0.75, 3, 0.95))
+    assert clustered.n == 32
+
+
+def test_a_share_of_one_rests_on_its_problems_not_on_its_solutions():
+    found = share_of(np.ones(40, dtype=bool), np.repeat(np.arange(5), 8), 0.95)
+    assert (found.low, found.high) == pytest.approx(wilson(1.0, 5, 0.95))
+
+
+def test_nothing_and_one_problem_have_no_interval():
+    assert share_of(np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64), 0.95) == Estimate(None, None, None, 0, 0)
+    one = share_of(np.array([True, False]), np.array([0, 0]), 0.95)
+    assert (one.value, one.low, one.high) == (0.5, None, None)
+
+
+def test_draws_are_resamples_and_repeat():
+    weights_BP = draws(7, 50, seed=3)
+    assert weights_BP.shape == (50, 7)
+    assert (weights_BP.sum(axis=1) == 7).all()
+    assert np.array_equal(weights_BP, draws(7, 50, seed=3))
+    assert not np.array_equal(weights_BP, draws(7, 50, seed=4))
+
+
+def test_the_mean_of_a_ratio_is_that_of_its_resamples():
+    values_N, problems_N = np.array([1.0, 3.0, 5.0, 9.0]), np.array([0, 0, 1, 2])
+    weights_BP = np.array([[3.0, 0.0, 0.0], [0.0, 3.0, 0.0], [1.0, 1.0, 1.0]])
+    found = mean_of(values_N, problems_N, weights_BP, 0.5)
+    # resampled means: (1+3)/2 = 2, 5, 18/4 = 4.5; the quartiles of (2, 4.5, 5) are 3.25 and 4.75
+    assert (found.value, found.low, found.high, found.n, found.problems) == (4.5, 3.25, 4.75, 4, 3)
+
+
+def test_a_bootstrap_covers_the_truth_about_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    covered = 0
+    for trial in range(200):
+        values_N = generator.normal(size=40) + np.repeat(generator.normal(size=10), 4)
+        found = mean_of(values_N, np.repeat(np.arange(10), 4), draws(10, 300, trial), 0.9)
+        covered += found.low <= 0.0 <= found.high
+    assert 0.78 < covered / 200 < 0.95  # ten clusters: a percentile interval is a little narrow
+
+
+def test_no_interval_without_a_spread_or_without_values():
+    assert percentile(1.0, np.ones(100), 0.95, 5, 5) == Estimate(1.0, None, None, 5, 5)
+    assert percentile(1.0, np.array([1.0, math.nan, math.nan]), 0.95, 5, 5).low is None
+    assert percentile(math.nan, np.array([1.0, 2.0]), 0.95, 0, 0).value is None
+    assert ratio(np.zeros(2), np.zeros(2), np.ones((3, 2)), 0.95, 0).value is None
+
+
+def test_numbering_goes_by_first_appearance():
+    assert numbered(["b", "a", "b", "c"]).tolist() == [0, 1, 0, 2]

@@ -1,0 +1,225 @@
+"""`evaluate` on a real, tiny game: stopped and gone on with, with changed settings, with a baseline of another run."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import jsonschema
+import orjson
+import pytest
+from evaluation_drill import evaluated_experiment, own_files
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
+from page_checks import check
+
+from pvg.errors import ConfigurationError, StateError, UsageError
+from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
+from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
+from pvg.evaluation.runner import Request, evaluate
+from pvg.evaluation.training import probe_steps
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.run import play
+from pvg.reporting.page.run_page import collect, run_page
+from pvg.reporting.run_summary import read_run
+from pvg.store.atomic import DamagedFileError
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+
+
+class StopIn(SilentObserver):
+    """Asks to stop at the first progress of a phase, as Ctrl-C does; remembers the phases."""
+
+    def __init__(self, stop: asyncio.Event, phase: str) -> None:
+        self._stop, self._wanted, self._now = stop, phase, ""
+        self.phases: list[str] = []
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        self._now = info.phase
+        self.phases.append(info.phase)
+
+    def progressed(self, progress: Progress) -> None:
+        if self._now == self._wanted:
+            self._stop.set()
+
+
+def changed(experiment: Experiment, **sections: dict) -> Experiment:
+    plain = experiment.plain()
+    for name, values in sections.items():
+        plain[name] |= values
+    return build_experiment(plain)
+
+
+def played(root: Path, name: str, experiment: Experiment) -> RunDirectory:
+    run = RunDirectory.create(root, name, experiment)
+    with run.lock():
+        asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+    return run
+
+
+def evaluated(run: RunDirectory, experiment: Experiment, until: str = "", **request):
+    stop = asyncio.Event()
+    observer = StopIn(stop, until)
+    with run.lock():
+        outcome = asyncio.run(evaluate(experiment, run, Request(**request), observer=observer, stop=stop))
+    return outcome, observer
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> RunDirectory:
+    return played(tmp_path_factory.mktemp("runs"), "tiny", evaluated_experiment())
+
+
+@pytest.fixture(scope="module")
+def measured(finished: RunDirectory) -> RunDirectory:
+    """The run with a whole evaluation, stopped twice on the way."""
+    before = own_files(finished)
+    for phase in ("baseline", "attack_cgc"):
+        outcome, _ = evaluated(finished, evaluated_experiment(), until=phase)
+        assert (outcome.status, outcome.report.status) == ("interrupted", "partial")
+    outcome, observer = evaluated(finished, evaluated_experiment())
+    assert (outcome.status, outcome.report.status) == ("complete", "complete")
+    assert "baseline" not in observer.phases  # it was done when the second call was stopped
+    assert own_files(finished) == before
+    return finished
+
+
+def copy_of(run: RunDirectory, place: Path) -> RunDirectory:
+    shutil.copytree(run.path, place / run.name)
+    return RunDirectory(place / run.name)
+
+
+def test_the_report_has_every_part_and_fits_the_shipped_schema(measured: RunDirectory) -> None:
+    assert SCHEMA_FILE.read_bytes() == schema_text(), "run: python -m pvg.evaluation.report"
+    plain = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
+    jsonschema.Draft202012Validator(orjson.loads(SCHEMA_FILE.read_bytes())).validate(plain)
+    (found,) = plain["rounds"]
+    assert all(found[part.replace("-", "_")] is not None for part in PARTS)
+    assert [attack["kind"] for attack in found["exploit"]] == ["src", "cgc"]
+    assert all(attack["steps"] == 5 for attack in found["exploit"] if attack["status"] == "censored")
+    sources = [flaws["source"] for flaws in found["detection"]["sources"]]
+    assert sources == ["base", "round-000", "attack-src", "attack-cgc"]
+    assert found["detection"]["completeness"]["n"] == 8 * 4
+    assert [point["name"] for point in plain["baseline"]["points"]] == ["base", "step 2", "step 4"]
+    assert plain["baseline"]["points"][0]["kl"]["value"] == 0.0
+
+
+def test_a_second_call_computes_nothing(measured: RunDirectory) -> None:
+    before = (measured.evaluation / REPORT_FILE).read_bytes()
+    files = {path: path.stat().st_mtime_ns for path in (measured.evaluation / "units").iterdir()}
+    outcome, observer = evaluated(measured, evaluated_experiment())
+    assert outcome.status == "complete"
+    assert set(observer.phases) == {"measures"}
+    assert {path: path.stat().st_mtime_ns for path in (measured.evaluation / "units").iterdir()} == files
+    after = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
+    assert {**after, "created": ""} == {**orjson.loads(before), "created": ""}
+
+
+def test_changed_settings_make_their_units_stale_and_no_others(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    other = changed(evaluated_experiment(), evaluate={"bins": 3})
+    outcome, _ = evaluated(run, other, parts=("best-of-n",))
+    assert outcome.report.stale == ["calibration of round 0"]
+    (found,) = outcome.report.rounds
+    assert found.calibration is None
+    assert found.detection is not None
+    outcome, observer = evaluated(run, other, parts=("calibration",))
+    assert outcome.report.stale == []
+    assert outcome.report.rounds[0].calibration is not None
+    assert set(observer.phases) == {"measures"}
+
+
+def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    other = changed(evaluated_experiment(), evaluate={"attack_steps": 2, "attacks": ["cgc"]})
+    outcome, observer = evaluated(run, other, parts=("exploit",))
+    assert observer.phases == ["attack_cgc", "samples"]
+    (attack,) = outcome.report.rounds[0].exploit or []
+    assert (attack.limit, attack.steps) == (2, 2)
+    assert "detection of round 0" in outcome.report.stale  # it read the other attackers
+
+
+def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    game = {"reward": "correctness", "sneaky_share": 0.0}
+    other = played(tmp_path, "plain", changed(evaluated_experiment(), game=game, training={"steps": 2}))
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("tax",), baseline=other)
+    assert outcome.report.baseline is not None
+    assert outcome.report.baseline.source == "plain"
+    assert [point.name for point in outcome.report.baseline.points] == ["base", "plain round-000"]
+    # A later call for another part still knows which baseline the tax was measured against.
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    assert outcome.report.baseline is not None
+    assert outcome.report.rounds[0].tax is not None
+    with pytest.raises(UsageError, match=r"game\.reward is 'src'"):
+        evaluated(run, evaluated_experiment(), parts=("tax",), baseline=measured)
+
+
+def test_rounds_that_are_not_finished_are_refused(measured: RunDirectory) -> None:
+    with pytest.raises(UsageError, match="Round 1 of the run 'tiny' is not finished"):
+        evaluated(measured, evaluated_experiment(), rounds=[1])
+
+
+def test_attacks_that_could_never_succeed_are_refused(measured: RunDirectory) -> None:
+    other = changed(evaluated_experiment(), evaluate={"attack_window": 6})
+    with pytest.raises(
+        ConfigurationError, match=r"attack_window = 6 batches do not fit into evaluate\.attack_steps = 5"
+    ):
+        evaluated(measured, other, parts=("exploit",))
+
+
+def test_a_damaged_unit_is_named_and_can_be_removed(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    path = run.evaluation / "units" / "calibration-round-000.json"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DamagedFileError, match=r"calibration-round-000\.json is damaged"):
+        evaluated(run, evaluated_experiment(), parts=("calibration",))
+    path.unlink()
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    assert outcome.report.rounds[0].calibration == report_of(measured).rounds[0].calibration
+
+
+def test_the_page_shows_the_evaluation(measured: RunDirectory) -> None:
+    page = check(run_page(collect(measured, read_run(measured), 0)))
+    assert "evaluation" in page.anchors()
+    for title in (
+        "Steps to exploit",
+        "ROC of round 0",
+        "Balanced best of n",
+        "Reliability, round 0",
+        "Accuracy at a KL",
+    ):
+        assert title in page.text
+
+
+def test_a_damaged_report_is_told_and_hides_nothing_else(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    path = run.evaluation / REPORT_FILE
+    path.write_bytes(path.read_bytes().replace(b'"schema_version": 1', b'"schema_version": 9'))
+    with pytest.raises(StateError, match="schema_version"):
+        read_report(path)
+    page = check(run_page(collect(run, read_run(run), 0)))
+    assert "schema_version" in page.text
+    assert "rounds" in page.anchors()
+    path.unlink()
+    assert report_of(run) is None
+
+
+def test_parts_and_rounds_as_a_user_writes_them() -> None:
+    assert parse_parts(None) == PARTS
+    assert parse_parts("tax, exploit") == ("exploit", "tax")
+    assert parse_rounds("2,0") == [2, 0]
+    assert parse_rounds(None) is None
+    with pytest.raises(UsageError, match="Did you mean 'exploit'"):
+        parse_parts("exploits")
+    with pytest.raises(UsageError, match="no list of rounds"):
+        parse_rounds("first")
+
+
+def test_probes_lie_between_batches_and_end_with_the_training() -> None:
+    assert probe_steps(60, 6, 1) == (10, 20, 30, 40, 50, 60)
+    assert probe_steps(10, 3, 4) == (4, 10)
+    assert probe_steps(2, 6, 1) == (1, 2)

@@ -1,0 +1,81 @@
+"""The style probe finds a style where there is one; the flaw is where the score falls most."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pvg.evaluation.intervals import draws
+from pvg.evaluation.localisation import chance, credit
+from pvg.evaluation.separability import FEATURES, features, folds_of, probe
+
+PROBLEMS = 24
+
+
+def probed(solutions, helpful, problems):
+    fold_P = folds_of([f"p{p}" for p in range(PROBLEMS)], 4)
+    rows_NF = features([np.array(s, dtype=np.int32) for s in solutions], 2)
+    return probe(rows_NF, np.array(helpful), np.array(problems), fold_P, draws(PROBLEMS, 200, 0), 0.95)
+
+
+def test_rows_are_presence_scaled_to_length_one():
+    rows_NF = features([np.array([5, 5, 5], dtype=np.int32), np.array([], dtype=np.int32)], 2)
+    assert rows_NF.shape == (2, FEATURES)
+    # "5" and "5 5", each once however often it comes
+    assert sorted(rows_NF[0][rows_NF[0] > 0]) == pytest.approx([0.5**0.5] * 2)
+    assert not rows_NF[1].any()
+
+
+def test_longer_n_grams_tell_orders_apart():
+    pair = [np.array([1, 2], dtype=np.int32), np.array([2, 1], dtype=np.int32)]
+    one, two = features(pair, 1), features(pair, 2)
+    assert np.array_equal(one[0], one[1])
+    assert not np.array_equal(two[0], two[1])
+
+
+def test_a_word_that_only_one_role_writes_separates_the_roles():
+    generator = np.random.default_rng(0)
+    rows = [(p, role) for p in range(PROBLEMS) for role in (True, False) for _ in range(4)]
+    solutions = [[*generator.integers(0, 9, 6), 50 if role else 51] for _, role in rows]
+    found = probed(solutions, [role for _, role in rows], [p for p, _ in rows])
+    assert found.value == 1.0
+
+
+def test_one_style_is_not_separable():
+    generator = np.random.default_rng(1)
+    rows = [(p, role) for p in range(PROBLEMS) for role in (True, False) for _ in range(8)]
+    solutions = [list(generator.integers(0, 9, 6)) for _ in rows]
+    found = probed(solutions, [role for _, role in rows], [p for p, _ in rows])
+    assert 0.38 < found.value < 0.62
+
+
+def test_what_only_the_problem_tells_does_not_help_on_other_problems():
+    # In each problem all solutions are of one role, and share a token of the problem's own.
+    rows = [(p, p % 2 == 0) for p in range(PROBLEMS) for _ in range(4)]
+    found = probed([[100 + p, 7] for p, _ in rows], [role for _, role in rows], [p for p, _ in rows])
+    assert abs(found.value - 0.5) < 0.25
+
+
+def test_one_role_has_no_auc():
+    assert probed([[1]] * 8, [True] * 8, list(range(8))).value is None
+
+
+def test_folds_go_by_the_problem_and_stay():
+    assert folds_of(["a", "b"], 5).tolist() == folds_of(["b", "a"], 5).tolist()[::-1]
+    assert set(folds_of([str(n) for n in range(200)], 5)) == {0, 1, 2, 3, 4}
+
+
+def test_the_largest_fall_by_hand():
+    # Scores of the empty solution and of three prefixes: falls 0.5, 2.5, -1.
+    prefixes = np.array([1.0, 0.5, -2.0, -1.0])
+    assert [credit(prefixes, step) for step in range(3)] == [0.0, 1.0, 0.0]
+
+
+def test_ties_share_the_credit():
+    assert credit(np.array([3.0, 2.0, 1.0]), 0) == 0.5
+    with pytest.raises(ValueError, match="none of the 2 steps"):
+        credit(np.array([3.0, 2.0, 1.0]), 2)
+
+
+def test_chance_is_one_over_the_steps():
+    assert chance(np.array([2, 4])) == pytest.approx(0.375)
