@@ -61,6 +61,9 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     pairs = f"{verifier.steps} steps x {verifier.pairs}"
     if verifier.ensemble > 1:
         pairs = f"{verifier.ensemble} members x {pairs}"
+    prover = f"{training.steps} steps"
+    if training.dynamic_sampling:
+        prover += f", up to {1 + training.dynamic_sampling_rounds} times as many to fill batches up"
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
@@ -78,7 +81,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
             f"{game.mint_problems:,} problems x {game.mint_samples}",
         ),
         ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs),
-        ("prover rollouts per round", numbers.prover_rollouts_per_round, f"{training.steps} steps"),
+        ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
         ("optimizer steps in all", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
     ]
 
@@ -119,6 +122,8 @@ def toml_value(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
     return str(value) if isinstance(value, (int, float, dict)) else f'"{value}"'
 
 

@@ -41,5 +41,7 @@ def type_text(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         parts = [type_text(part) for part in get_args(annotation) if part is not type(None)]
         return " or ".join(parts) + (", or left out" if type(None) in get_args(annotation) else "")
+    if origin is tuple:
+        return f"list of {type_text(get_args(annotation)[0])}"
     names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", dict: "table"}
     return names.get(origin or annotation, str(annotation))

@@ -18,6 +18,8 @@ from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.telemetry.catalogue import unknown_metrics
+from pvg.training.batch import PolicyBatch
+from pvg.training.losses import PolicyObjective
 
 # Little of everything but the prover's training.
 SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "evaluation.problems": 2}
@@ -172,12 +174,23 @@ CHECKS: dict[str, list[Callable[[list[dict[str, Any]], RunDirectory], None]]] = 
 }
 
 
-def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path) -> None:
+def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[PolicyBatch] = []
+    prepare = PolicyObjective.prepare
+
+    def noting(self: PolicyObjective, batch: PolicyBatch) -> PolicyBatch:
+        batches.append(batch)
+        return prepare(self, batch)
+
+    monkeypatch.setattr(PolicyObjective, "prepare", noting)
     experiment = changed({**DYNAMIC, "training.curriculum": "prioritised"})
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 4))  # the third step's commit
     assert outcome.status == "interrupted"
     kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
-    assert any(rollout.group >= 6 for rollout in kept)  # of a refill: what was not trained on is learnt too
+    # Trained on are three groups of each role; what else was sampled is recorded, and learnt.
+    assert [len(batch) for batch in batches] == [12, 12, 12]
+    assert all(np.bincount(batch.role_ids_N).tolist() == [6, 6] for batch in batches)
+    assert len(kept) > 36
     seen = progress(tmp_path)["success"]["seen"]
     assert {(problem, role) for role, of in seen.items() for problem in of} == {
         (rollout.problem_id, rollout.role.value) for rollout in kept
