@@ -94,7 +94,9 @@ def _means(results: StudyResults, keys: dict[str, Key]) -> Section:
         [_arm(keys[arm.name]), *(_mean(measure, results, arm.name) for measure in results.measures)]
         for arm in results.arms
     ]
-    lead = "After the last round: the mean over seeds; below it its 95 % interval (Student's t), or of two seeds (the range)."
+    lead = (
+        "After the last round: the mean over seeds; below it its 95 % interval (Student's t), of two seeds (the range)."
+    )
     return Section("table", "Results", [table(head, rows, "figures")], lead)
 
 

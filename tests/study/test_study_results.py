@@ -83,6 +83,19 @@ def test_what_is_missing_is_counted_and_told() -> None:
     assert "With 5 pairs no p value can be below 0.0625: no difference can be called significant at 0.05" in told
 
 
+def test_a_game_that_is_not_evaluated_counts_where_no_evaluation_is_needed() -> None:
+    text = SMALL.replace('"seconds"', '"completeness"').replace("threads = 1", "threads = 1\nevaluate = true")
+    plan = small(text)
+    for cell in plan.cells:
+        run = finish(cell, {"helpful_accuracy": 0.5})
+        (run.path / EVALUATION).parent.mkdir()  # of some other request
+        (run.path / EVALUATION).write_text('{"rounds": [{"round": 0, "detection": {"completeness": {"value": 0.1}}}]}')
+    results = results_of(plan)
+    assert results.result("cgc", "helpful_accuracy").summary.n == 2
+    assert results.result("cgc", "completeness").summary.n == 0
+    assert "4 of 4 games are not evaluated (cgc seed 0, src seed 0, cgc seed 1, src seed 1)" in cautions(results)[0]
+
+
 def test_seven_seeds_of_one_comparison_need_no_caution() -> None:
     assert cautions(results_of(played())) == []
 
