@@ -41,7 +41,7 @@ def spread_text(measure: MeasureRecord, summary: Summary) -> str:
         return f"{100 * summary.censored:.0f} % not found"
     if summary.low is not None and summary.high is not None:
         return _from_to(value_text(measure, summary.low), value_text(measure, summary.high))
-    return "one seed" if summary.n == 1 else f"no interval of {summary.n}"
+    return ABSENT
 
 
 def range_text(measure: MeasureRecord, summary: Summary) -> str:
@@ -77,7 +77,8 @@ def interval_text(measure: MeasureRecord, low: float | None, high: float | None)
 
 
 def signs_text(up: int, down: int, equal: int) -> str:
-    return f"{up} up, {down} down" + (f", {equal} equal" if equal else "")
+    """Seeds that are higher, lower, neither."""
+    return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
 
 
 def p_text(p: float | None) -> str:

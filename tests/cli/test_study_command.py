@@ -216,10 +216,14 @@ def test_a_killed_study_leaves_no_game_behind_and_goes_on() -> None:
     study = subprocess.Popen(
         [*ENTRY, "study", "tiny.toml"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
     )
-    wait_for_a_commit(study, "tiny", cells)
-    pids = [int((Path("runs/tiny") / cell / "lock").read_text()) for cell in cells]
+    locks = [Path("runs/tiny") / place / "lock" for place in (".", *cells)]
+    while not all(lock.exists() and lock.read_text() for lock in locks):
+        assert study.poll() is None, "the study ended by itself"
+        time.sleep(0.05)
     second = pvg("study", "tiny.toml")
-    assert (second.code, "is being played by process" in second.err) == (2, True)
+    assert (second.code, f"is being played by process {study.pid}" in second.err) == (2, True)
+    wait_for_a_commit(study, "tiny", cells[1:])
+    pids = [int(lock.read_text()) for lock in locks[1:]]
     study.kill()
     study.wait()
     deadline = time.monotonic() + 20

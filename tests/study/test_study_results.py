@@ -162,8 +162,8 @@ def test_figures_read_well() -> None:
     assert rounds_text(share, [summarise([Value(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
-    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7 up, 0 down | 0.016 | 0.016 |" in text
-    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7 up, 0 down | +1.00 | 0.016 |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 |" in text
+    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
     assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (7, 8)]
 
