@@ -28,6 +28,7 @@ from pvg.study.playing import Ended, Job
 from pvg.telemetry.catalogue import METRICS
 
 NUMBERS = 3  # measures shown of each cell
+LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns of a cell's name and place, and of a number
 SECONDS_BETWEEN_LINES = 30.0
 STATES = {
     "waiting": ("○", QUIET),
@@ -193,7 +194,7 @@ def draw(board: StudyBoard, width: int) -> Panel:
     hint = "stopping at commit points; Ctrl-C again ends at once" if board.stopping else "Ctrl-C stops at commit points"
     parts: list[RenderableType] = [_progress(board), Text(), _grid(board)]
     if playing := [cell for name, cell in board.cells.items() if board.state[name] in ("playing", "evaluating")]:
-        parts += [Text(), _playing(board, playing)]
+        parts += [Text(), _playing(board, playing, width)]
     return Panel(
         Padding(Group(*parts), (1, 2)),
         box=ROUNDED,
@@ -249,11 +250,12 @@ def _mark(board: StudyBoard, cell: Cell) -> Text:
     return Text(*STATES[state])
 
 
-def _playing(board: StudyBoard, playing: list[Cell]) -> Table:
+def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
+    """The cells that play, with as many numbers as there is room for."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
     table.add_column(no_wrap=True, style=QUIET)
-    numbers = board.numbers()
+    numbers = board.numbers()[: max(1, (width - LEAST_ROOM) // NUMBER_ROOM)]
     for _ in numbers:
         table.add_column(no_wrap=True, justify="right")
     table.add_row(

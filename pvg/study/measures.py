@@ -76,10 +76,13 @@ def measures_named(names: Sequence[str]) -> list[Measure]:
     return [MEASURES[name] for name in names]
 
 
-def read_facts(run: RunDirectory) -> RunFacts:
-    """Raises ConfigurationError where the run's files, or its evaluation, are damaged."""
+def read_facts(run: RunDirectory, *, evaluated: bool = True) -> RunFacts:
+    """What measures of `run` are read from; without its evaluation where that is not `evaluated` as it should be.
+
+    Raises ConfigurationError where the run's files, or its evaluation, are damaged.
+    """
     file = run.path / EVALUATION
-    if not file.is_file():
+    if not evaluated or not file.is_file():
         return RunFacts(read_run(run))
     try:
         return RunFacts(read_run(run), orjson.loads(file.read_bytes()))

@@ -94,7 +94,9 @@ def _means(results: StudyResults, keys: dict[str, Key]) -> Section:
         [_arm(keys[arm.name]), *(_mean(measure, results, arm.name) for measure in results.measures)]
         for arm in results.arms
     ]
-    lead = "After the last round: the mean over seeds; below it its 95 % interval (Student's t), or of two the range."
+    lead = (
+        "After the last round: the mean over seeds; below it its 95 % interval (Student's t), of two seeds (the range)."
+    )
     return Section("table", "Results", [table(head, rows, "figures")], lead)
 
 
@@ -102,7 +104,7 @@ def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> Html:
     found = results.result(arm, measure.name).summary
     below = spread_text(measure, found)
     if found.n > 1 and found.low is None and not found.censored:
-        below = f"range {range_text(measure, found)}"
+        below = f"({range_text(measure, found)})"
     of = "" if found.n == len(results.seeds) else f" ({found.n} of {len(results.seeds)})"
     return tag(
         "td",

@@ -6,7 +6,8 @@
 The values of every seed are kept, so that whoever reads the document can do other statistics than ours. The JSON Schema
 that comes with pvg, `study.schema.json`, is made from these classes by `python -m pvg.study.results`.
 
-Invariant: only complete cells count; what is missing stands in `n` and in `cells`, never as a number.
+Invariant: only complete games count, and only evaluations as the study asks for them; what is missing stands in `n` and
+in `cells`, never as a number.
 """
 
 from __future__ import annotations
@@ -136,15 +137,15 @@ class StudyResults(Record):
 
 
 def collect(plan: StudyPlan, command: str) -> StudyResults:
-    """Read every cell that is complete and compute what they say together."""
+    """Read every game that is complete and compute what they say together."""
     folder = StudyFolder(plan.folder)
     facts: dict[tuple[str, int], RunFacts] = {}
     cells = []
     for cell in plan.cells:
         now = standing(cell, folder, plan.evaluate)
-        if now.status == "complete":
+        if now.status in ("played", "complete"):
             try:
-                facts[cell.arm, cell.seed] = read_facts(cell.run)
+                facts[cell.arm, cell.seed] = read_facts(cell.run, evaluated=now.status == "complete")
             except PvgError as error:
                 now = replace(now, status="damaged", reason=str(error))
         found = facts.get((cell.arm, cell.seed))

@@ -41,7 +41,7 @@ def spread_text(measure: MeasureRecord, summary: Summary) -> str:
         return f"{100 * summary.censored:.0f} % not found"
     if summary.low is not None and summary.high is not None:
         return _from_to(value_text(measure, summary.low), value_text(measure, summary.high))
-    return "one seed" if summary.n == 1 else f"no interval of {summary.n}"
+    return ABSENT
 
 
 def range_text(measure: MeasureRecord, summary: Summary) -> str:
@@ -77,7 +77,8 @@ def interval_text(measure: MeasureRecord, low: float | None, high: float | None)
 
 
 def signs_text(up: int, down: int, equal: int) -> str:
-    return f"{up} up, {down} down" + (f", {equal} equal" if equal else "")
+    """Seeds that are higher, lower, neither."""
+    return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
 
 
 def p_text(p: float | None) -> str:
@@ -124,12 +125,15 @@ def cell_text(cell: CellRecord) -> str:
 def cautions(results: StudyResults) -> list[str]:
     """What a reader must know before believing a figure: one sentence each."""
     found = []
-    missing = [cell for cell in results.cells if cell.status != "complete"]
-    if missing:
-        names = ", ".join(cell_text(cell) for cell in missing[:4]) + (" and others" if len(missing) > 4 else "")
-        found.append(
-            f"{len(missing)} of {len(results.cells)} games are not there ({names}): every figure is of the rest."
-        )
+    missing = [cell for cell in results.cells if cell.status not in ("played", "complete")]
+    unevaluated = [cell for cell in results.cells if cell.status == "played"]
+    for cells, what, which in (
+        (missing, "not there", "every figure"),
+        (unevaluated, "not evaluated", "what an evaluation measures"),
+    ):
+        if cells:
+            names = ", ".join(cell_text(cell) for cell in cells[:4]) + (" and others" if len(cells) > 4 else "")
+            found.append(f"{len(cells)} of {len(results.cells)} games are {what} ({names}): {which} is of the rest.")
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
         found.append(

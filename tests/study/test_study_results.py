@@ -83,6 +83,19 @@ def test_what_is_missing_is_counted_and_told() -> None:
     assert "With 5 pairs no p value can be below 0.0625: no difference can be called significant at 0.05" in told
 
 
+def test_a_game_that_is_not_evaluated_counts_where_no_evaluation_is_needed() -> None:
+    text = SMALL.replace('"seconds"', '"completeness"').replace("threads = 1", "threads = 1\nevaluate = true")
+    plan = small(text)
+    for cell in plan.cells:
+        run = finish(cell, {"helpful_accuracy": 0.5})
+        (run.path / EVALUATION).parent.mkdir()  # of some other request
+        (run.path / EVALUATION).write_text('{"rounds": [{"round": 0, "detection": {"completeness": {"value": 0.1}}}]}')
+    results = results_of(plan)
+    assert results.result("cgc", "helpful_accuracy").summary.n == 2
+    assert results.result("cgc", "completeness").summary.n == 0
+    assert "4 of 4 games are not evaluated (cgc seed 0, src seed 0, cgc seed 1, src seed 1)" in cautions(results)[0]
+
+
 def test_seven_seeds_of_one_comparison_need_no_caution() -> None:
     assert cautions(results_of(played())) == []
 
@@ -149,8 +162,8 @@ def test_figures_read_well() -> None:
     assert rounds_text(share, [summarise([Value(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
-    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7 up, 0 down | 0.016 | 0.016 |" in text
-    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7 up, 0 down | +1.00 | 0.016 |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 |" in text
+    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
     assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (7, 8)]
 

@@ -1,0 +1,118 @@
+"""What is shown while a study is played."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
+
+from study_samples import SMALL, small
+
+from cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
+from pvg.study.cells import Standing
+
+ROUND = ({"helpful_accuracy": 0.61},)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def board(clock: Clock) -> StudyBoard:
+    plan = small(SMALL)
+    return StudyBoard(plan, {cell.name: Standing("new") for cell in plan.cells}, clock)
+
+
+def test_the_time_left_is_that_of_the_steps_left_at_the_rate_so_far() -> None:
+    clock = Clock()
+    shown = board(clock)
+    first, second, third, _ = shown.cells.values()
+    assert shown.eta() is None
+    clock.now = 10.0
+    shown.update(first, Standing("complete", done=16), "complete")
+    shown.update(second, Standing("unfinished", 0, "train_prover", 4), "playing")
+    assert shown.eta() == 10.0 * (12 + 16 + 16) / 20
+    shown.update(third, Standing("unfinished", reason="It broke."), "failed")  # nobody plays it on
+    assert shown.eta() == 10.0 * (12 + 16) / 20
+
+
+def test_what_was_there_before_says_nothing_of_the_rate() -> None:
+    plan, clock = small(SMALL), Clock()
+    now = {cell.name: Standing("complete", done=16) for cell in plan.cells} | {
+        "src-seed-001": Standing("unfinished", 1, "mint", 8)
+    }
+    shown = StudyBoard(plan, now, clock)
+    clock.now = 6.0
+    assert shown.eta() is None
+    shown.update(plan.cells[3], Standing("unfinished", 1, "train_prover", 12), "playing")
+    assert shown.eta() == 6.0
+
+
+def test_the_panel_shows_every_cell_and_the_numbers_of_those_that_play() -> None:
+    clock = Clock()
+    shown = board(clock)
+    first, second, third, _ = shown.cells.values()
+    shown.update(first, Standing("complete", done=16, rounds=ROUND), "complete")
+    shown.update(second, Standing("unfinished", 1, "train_prover", 12, ROUND), "playing")
+    shown.update(third, Standing("new", reason="It broke."), "failed")
+    clock.now = 60.0
+    for width in (60, 80, 120):
+        console = Console(width=width, file=io.StringIO(), force_terminal=False)
+        with console.capture() as captured:
+            console.print(draw(shown, width))
+        text = captured.get()
+        assert all(len(line) <= width for line in text.splitlines())
+        for said in ("pvg study small", "1/4 games", "75%", "✓", "✗", "○", "src-seed-000", "61.0 %"):
+            assert said in text, (width, said)
+    shown.stopping = True
+    with console.capture() as captured:
+        console.print(draw(shown, 120))
+    assert "stopping at commit points" in captured.get()
+
+
+def test_lines_tell_what_happens_and_that_something_does() -> None:
+    clock, stream = Clock(), io.StringIO()
+    shown = board(clock)
+    lines = StudyLines(shown, stream)
+    first, second, *_ = shown.cells.values()
+    lines.began(first, "train", Standing("unfinished", done=8))
+    lines.waited()
+    clock.now = SECONDS_BETWEEN_LINES
+    lines.waited()
+    lines.ended(first, "complete", Standing("complete", done=16, rounds=ROUND), 3.0)
+    lines.began(second, "evaluate", Standing("played", done=16))
+    lines.ended(second, "failed", Standing("played", done=16, reason="It broke."), 1.0)
+    lines.stopping(1)
+    told = stream.getvalue().splitlines()
+    expected = [
+        "cgc-seed-000 resumes",
+        "still playing",
+        "complete after 3.0 s  helpful_accuracy=61.0%",
+        "src-seed-000 is evaluated",
+        "FAILED: It broke.",
+        "stopping 1",
+    ]
+    for line, said in zip(told, expected, strict=True):
+        assert said in line
+    assert "[1/4, " in told[2]
+
+
+def test_the_display_prints_failures_above_the_panel() -> None:
+    shown = board(Clock())
+    console = Console(width=100, file=io.StringIO(), force_terminal=True)
+    cell = next(iter(shown.cells.values()))
+    with StudyDisplay(shown, console) as display:
+        display.began(cell, "train", Standing("new"))
+        display.progressed(cell, Standing("unfinished", done=3))
+        display.ended(cell, "failed", Standing("unfinished", done=3, reason="It broke."), 1.0)
+        display.stopping(0)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "cgc-seed-000 failed: It broke." in written
+    assert shown.stopping
