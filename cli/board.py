@@ -34,6 +34,7 @@ class Board:
     rounds: int
     clock: Callable[[], float] = time.monotonic
     phases: tuple[str, ...] = PHASES  # the phases of a round, in order
+    once: bool = True  # each comes once in a round; false: some come again, and nobody knows how long all will take
     info: PhaseInfo | None = None
     done: int = 0
     series: dict[str, deque[float]] = field(default_factory=dict)
@@ -54,6 +55,8 @@ class Board:
     def start_phase(self, info: PhaseInfo) -> None:
         self.info, self.done, self.rounds = info, info.done, info.rounds
         self.phase_began = self.clock()
+        if not self.once:
+            self.phase_seconds.pop((info.round, info.phase), None)
         self._marks.clear()
         self._marks.append((self.phase_began, info.done))
         self._budgets.clear()
@@ -131,7 +134,7 @@ class Board:
         A phase of a later round is taken to last as long as the latest finished one of its kind.
         """
         phase_eta = self.phase_eta()
-        if self.info is None or self.info.phase not in self.phases or phase_eta is None:
+        if self.info is None or self.info.phase not in self.phases or phase_eta is None or not self.once:
             return None
         lasted: dict[str, float] = {}
         for (_, phase), seconds in self.phase_seconds.items():

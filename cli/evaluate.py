@@ -109,18 +109,19 @@ def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_jso
 
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
-    board = Board(experiment.name, run.name, experiment.game.rounds, phases=_phases(experiment, request))
+    board = Board(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
     watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
     with run.lock():
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
-def _phases(experiment: Experiment, request: Request) -> tuple[str, ...]:
+def _phases(request: Request) -> tuple[str, ...]:
     """What the display shows as the phases of a round."""
-    phases = ["baseline"] if "tax" in request.parts and request.baseline is None else []
-    phases.append("samples")
+    phases = ["samples"]
+    if "tax" in request.parts and request.baseline is None:
+        phases.append("baseline")
     if "exploit" in request.parts:
-        phases += [f"attack_{kind}" for kind in experiment.evaluate.attacks]
+        phases.append("attack")
     if set(request.parts) - {"exploit"}:
         phases.append("measures")
     return tuple(phases)

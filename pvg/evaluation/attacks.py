@@ -74,7 +74,8 @@ def course_of(study: Study, target: Target, kind: str) -> Course:
         digest=attack_digest(study, target, kind),
         experiment=course_experiment(study.experiment, "sneaky", game, training, place),
         round=target.round,
-        phase=f"attack_{kind}",
+        phase="attack",
+        unit=f"steps of {kind}",
         versions=REFERENCE_RANGE + ROUND * target.round + 1 + 2 * KINDS.index(kind),
         kept=(section.attack_steps,),
     )

@@ -120,6 +120,7 @@ def _course(study: Study) -> Course:
         experiment=course_experiment(study.experiment, "helpful", {"reward": "correctness"}, {"steps": steps}, UNIT),
         round=0,
         phase=UNIT,
+        unit="steps",
         versions=BASELINE_RANGE,
         kept=kept,
     )

@@ -38,7 +38,8 @@ class Course:
     digest: str
     experiment: Experiment
     round: int
-    phase: str  # as the display names it
+    phase: str  # as the display names it, and what it counts
+    unit: str
     versions: int  # the range of its versions (pvg.evaluation.study)
     kept: tuple[int, ...]
 
@@ -91,7 +92,7 @@ def opened(study: Study, course: Course) -> Iterator[Session]:
             study.observer.noticed(notice)
         if elsewhere := ledger.played_on(study.players.machine):
             study.observer.noticed(elsewhere)
-        watcher = Renamed(study.observer, course.phase)
+        watcher = Renamed(study.observer, course.phase, course.unit)
         yield Session(
             course.experiment, study.task, ledger, study.players, study.render, watcher, study.stop, study.tracer
         )
@@ -143,18 +144,19 @@ async def _train_to(session: Session, steps: int, verifier: Judge, threshold: fl
 class Renamed:
     """Passes on what a course tells, its phase under the name that the evaluation has for it."""
 
-    def __init__(self, observer: Observer, phase: str) -> None:
+    def __init__(self, observer: Observer, phase: str, unit: str) -> None:
         self._observer = observer
         self._phase = phase
+        self._unit = unit
 
     def phase_started(self, info: PhaseInfo) -> None:
-        self._observer.phase_started(replace(info, phase=self._phase))
+        self._observer.phase_started(replace(info, phase=self._phase, unit=self._unit))
 
     def progressed(self, progress: Progress) -> None:
         self._observer.progressed(progress)
 
     def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
-        self._observer.phase_finished(replace(info, phase=self._phase), metrics)
+        self._observer.phase_finished(replace(info, phase=self._phase, unit=self._unit), metrics)
 
     def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
         self._observer.round_finished(round_, metrics)

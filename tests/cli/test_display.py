@@ -205,3 +205,18 @@ def test_plain_lines_are_few_and_without_escape_codes() -> None:
     assert "done in 0:50" in told[-2]
     assert "verifier_auc=0.900" in told[-1]
     assert "\x1b" not in text
+
+
+def test_phases_that_come_again_are_under_way_again_and_promise_no_end() -> None:
+    board = Board("modchain", "modchain", 2, phases=("samples", "attack"), once=False)
+    first = PhaseInfo(0, 2, "samples", "rollouts", 4)
+    board.start_phase(first)
+    board.finish_phase(first, {})
+    board.start_phase(PhaseInfo(0, 2, "attack", "steps of src", 4))
+    assert board.phase_state("samples") == "done"
+    board.finish_phase(PhaseInfo(0, 2, "attack", "steps of src", 4), {})
+    board.start_phase(PhaseInfo(0, 2, "attack", "steps of cgc", 4))
+    assert board.phase_state("attack") == "now"
+    board.progress(Progress(1))
+    board.progress(Progress(2))
+    assert board.game_eta() is None

@@ -38,8 +38,8 @@ class StopIn(SilentObserver):
         self.phases: list[str] = []
 
     def phase_started(self, info: PhaseInfo) -> None:
-        self._now = info.phase
-        self.phases.append(info.phase)
+        self._now = f"{info.phase}, {info.unit}" if info.phase == "attack" else info.phase
+        self.phases.append(self._now)
 
     def progressed(self, progress: Progress) -> None:
         if self._now == self._wanted:
@@ -77,7 +77,7 @@ def finished(tmp_path_factory) -> RunDirectory:
 def measured(finished: RunDirectory) -> RunDirectory:
     """The run with a whole evaluation, stopped twice on the way."""
     before = own_files(finished)
-    for phase in ("baseline", "attack_cgc"):
+    for phase in ("baseline", "attack, steps of cgc"):
         outcome, _ = evaluated(finished, evaluated_experiment(), until=phase)
         assert (outcome.status, outcome.report.status) == ("interrupted", "partial")
     outcome, observer = evaluated(finished, evaluated_experiment())
@@ -136,7 +136,7 @@ def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Pa
     run = copy_of(measured, tmp_path)
     other = changed(evaluated_experiment(), evaluate={"attack_steps": 2, "attacks": ["cgc"]})
     outcome, observer = evaluated(run, other, parts=("exploit",))
-    assert observer.phases == ["attack_cgc", "samples"]
+    assert observer.phases == ["attack, steps of cgc", "samples"]
     (attack,) = outcome.report.rounds[0].exploit or []
     assert (attack.limit, attack.steps) == (2, 2)
     assert "detection of round 0" in outcome.report.stale  # it read the other attackers
