@@ -64,8 +64,34 @@ class ReasoningGymTask(Section):
     seed: int = 0
 
 
-TASKS: dict[str, type[Section]] = {"modchain": ModchainTask, "gsm8k": Gsm8kTask, "reasoning_gym": ReasoningGymTask}
-TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask, Field(discriminator="kind")]
+class CodeTask(Section):
+    """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
+    in the forms of pvg/tasks/code/reading.py. Without it problems are made, at most some 500 in both splits."""
+
+    kind: Literal["code"] = "code"
+    path: Folder | None = None
+    limit: Count | None = None  # of the problems read, per split
+    unusable: Literal["refuse", "skip"] = "refuse"  # problems read that have no test, or whose reference fails them
+    problems: Count = 320  # made
+    test_problems: Count = 64
+    visible_tests: Count = 3  # per problem, shown in its prompt; pvg's own form says itself which these are
+    seed: int = 0
+    # "full": what a model wrote runs only where it can do no harm (docs/sandbox.md), or nothing does; "reduced": with
+    # the isolation that there is
+    sandbox: Literal["full", "reduced"] = "full"
+    workers: Count | None = None  # programs run at once; None: as many as there are cores
+    cpu_s: Positive = 2.0  # CPU time of a solution, all its tests together
+    memory_mb: Count = 256
+    output_kb: Count = 256
+
+
+TASKS: dict[str, type[Section]] = {
+    "modchain": ModchainTask,
+    "gsm8k": Gsm8kTask,
+    "reasoning_gym": ReasoningGymTask,
+    "code": CodeTask,
+}
+TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask, Field(discriminator="kind")]
 
 
 class ModelSection(Section):

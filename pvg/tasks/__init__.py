@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pvg.sections import TaskSection
+from pvg.tasks.code import Code
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.halves import half_of, problems_of_half
 from pvg.tasks.modchain import Modchain
@@ -19,6 +20,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "modchain": Modchain,
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
+    "code": Code,
 }
 
 

@@ -8,6 +8,7 @@ ends when that does; frames go to its standard output. It never holds a job itse
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -23,15 +24,17 @@ from .keeper import Walls, keep, write_frame
 
 # Modules that programs like, so that each job finds them in memory. `random` is seeded anew for each.
 COMMON = (  # noqa: SIM905
-    "array bisect calendar collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io "
-    "itertools json math numbers operator queue random re statistics string struct sys textwrap threading time typing"
+    "array base64 binascii bisect calendar cmath collections copy csv dataclasses datetime decimal enum fractions "
+    "functools hashlib heapq io itertools json math numbers operator pprint queue random re statistics string struct "
+    "sys textwrap threading time traceback typing zlib"
 ).split()
 
 
 def main() -> None:
     readable, offered = json.loads(sys.argv[1]), frozenset(json.loads(sys.argv[2]))
     for name in COMMON:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # an interpreter that was built without it
+            importlib.import_module(name)
     base_bytes = _address_space()
     refused: dict[str, str] = {}
     namespaces = "namespaces" in offered and _granted("namespaces", refused, lambda: _enter(readable))
