@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pvg.experiment import Experiment, find_experiment, load_experiment
+from pvg.extensions import check_references
 
 DEFAULT_EXPERIMENT = "modchain"
 
 
 def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
-    """The experiment `name` (a name or a file; None: the default) with the overrides applied, validated."""
-    return load_experiment(find_experiment(name or DEFAULT_EXPERIMENT), overrides)
+    """The experiment `name` (a name or a file; None: the default) with the overrides applied, validated, and
+    the files of the user's own that it names found."""
+    experiment = load_experiment(find_experiment(name or DEFAULT_EXPERIMENT), overrides)
+    check_references(experiment)
+    return experiment

@@ -264,7 +264,7 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
 
 def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> ConfigurationError:
     """The first complaint of pydantic, in one line a user can act on."""
-    first = error.errors()[0]
+    first = _first(error)
     key = ".".join(str(part) for part in first["loc"] if part not in TASKS)
     where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
     suffix = f" ({where})" if where else ""
@@ -288,6 +288,20 @@ def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> 
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
         return ConfigurationError(f"{key}: {given[:60]} is no address of a server{suffix}.", URL_EXAMPLE)
     return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
+
+
+def _first(error: ValidationError) -> Any:
+    """The first complaint. A setting that takes one of pvg's names or a user's FILE.py:NAME has two, and of these the
+    one is told that fits what was written."""
+    complaints = error.errors()
+    first = complaints[0]
+    if not first["loc"] or not str(first["loc"][-1]).startswith("literal["):
+        return first
+    own = ".py" in str(first["input"])
+    message = (
+        "Input should be FILE.py:NAME, such as 'mine.py:my_function'" if own else f"{first['msg']} or FILE.py:NAME"
+    )
+    return {**first, "loc": first["loc"][:-1], "msg": message}
 
 
 def _overlap(key: str, other: str) -> bool:

@@ -257,10 +257,10 @@ def _impossible_servers(experiment: Experiment) -> list[str]:
             "verifier.engine = 'vllm' needs serving.verifier_servers; start one with `pvg serve EXPERIMENT --for "
             "verifier` and name it there, or set verifier.engine to 'torch'"
         )
-    if verifier.engine == "vllm" and verifier.head == "yes_token":
+    if verifier.engine == "vllm" and verifier.head not in ("scalar", "implicit"):
         found.append(
-            "verifier.head = 'yes_token' is computed by torch only; set verifier.engine to 'torch', or verifier.head "
-            "to 'implicit' or 'scalar'"
+            f"verifier.head = {verifier.head!r} is computed by torch only; set verifier.engine to 'torch', or "
+            "verifier.head to 'implicit' or 'scalar'"
         )
     shared = set(experiment.serving.verifier_servers) & set(experiment.serving.reference_servers)
     if verifier.engine == "vllm" and shared:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from pvg.extensions import Reference
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -66,7 +68,7 @@ class ReasoningGymTask(Section):
 
 class CodeTask(Section):
     """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
-    in the forms of pvg/tasks/code/reading.py. Without it problems are made, at most some 500 in both splits."""
+    in the forms of pvg/tasks/code/reading.py. Without it problems are made, some 400 in both splits."""
 
     kind: Literal["code"] = "code"
     path: Folder | None = None
@@ -85,13 +87,24 @@ class CodeTask(Section):
     output_kb: Count = 256
 
 
+class CustomTask(Section):
+    """A task in a file of the user's own: `source` names the class, made with `settings` (docs/research.md)."""
+
+    kind: Literal["custom"] = "custom"
+    source: Reference = "my_task.py:MyTask"
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
 TASKS: dict[str, type[Section]] = {
     "modchain": ModchainTask,
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
     "code": CodeTask,
+    "custom": CustomTask,
 }
-TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask, Field(discriminator="kind")]
+TaskSection = Annotated[
+    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, Field(discriminator="kind")
+]
 
 
 class ModelSection(Section):
@@ -165,10 +178,10 @@ class Rollouts(Section):
 
 
 class Verifier(Section):
-    """The verifier's head, its loss and its scorer."""
+    """The verifier's head, its loss and its scorer. A head and a loss may be FILE.py:NAME, code of the user's own."""
 
-    head: Literal["scalar", "implicit", "yes_token"] = "implicit"
-    loss: Literal["bradley_terry", "cross_entropy"] = "bradley_terry"
+    head: Literal["scalar", "implicit", "yes_token"] | Reference = "implicit"
+    loss: Literal["bradley_terry", "cross_entropy"] | Reference = "bradley_terry"
     score_penalty: Annotated[float, Field(ge=0.0)] = 0.005  # lambda of V^2
     # mean over all pairs, or over environments (the solutions' sources) with what pvg/verifier/robust.py asks of them
     robust: Literal["none", "balanced", "vrex", "irm", "group_dro"] = "none"
@@ -241,10 +254,10 @@ class Training(Section):
 
 
 class Game(Section):
-    """Rounds, roles, rewards, mixture and stop rule."""
+    """Rounds, roles, rewards, mixture and stop rule. A reward may be FILE.py:NAME, code of the user's own."""
 
     rounds: Count = 3
-    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] = "src"
+    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] | Reference = "src"
     misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
     cgc_floor: float = -15.0  # V0 of cgc: must lie below every live score (-2 suits scores bounded above it)
     decoupled_floor: float = -2.0  # decoupled's misaligned reward, in group standard deviations

@@ -21,8 +21,10 @@ import orjson
 
 from pvg.errors import StateError
 from pvg.experiment import Experiment, differences
+from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
+from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
 from pvg.store.journal import JsonLines, read_json_lines
 from pvg.store.manifest import write_manifest
@@ -191,10 +193,12 @@ class Ledger:
         """The last commit whose files are all whole, with everything that no commit names removed."""
         loaded = self._store.load(check=self._check_files)
         if loaded.state is None:
-            state = GameState(experiment.hash(), experiment.hashed(), code_version)
+            state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=digests(experiment))
+            self._copy_code(experiment)
         else:
             state = GameState.from_plain(loaded.state)
             check_same_configuration(state, experiment)
+            check_same_code(state, experiment)
             if state.code_version != code_version:
                 self.notices.append(f"Begun with pvg {state.code_version}, going on with {code_version}.")
                 state = replace(state, code_version=code_version)
@@ -207,6 +211,12 @@ class Ledger:
         if removed:
             self.notices.append(f"Removed {len(removed)} unfinished files of an interrupted commit.")
         return state
+
+    def _copy_code(self, experiment: Experiment) -> None:
+        """Into the run's folder, for whoever reads the run later: nothing is loaded from there."""
+        for name, source in sources(experiment).items():
+            make_directory(self.directory.code)
+            write_atomic(self.directory.code / name, source)
 
     def _processes_after(self, offset: int) -> list[dict[str, Any]]:
         """The last words of earlier processes: they come after the last commit, and are true whatever is repeated."""
@@ -227,6 +237,16 @@ class Ledger:
     def _named_by_commits(self, field: str) -> set[str]:
         """Checkpoints of the last commit and of the one before it: either may have to be resumed."""
         return {commit[field] for commit in self._store.commits() if commit[field]}
+
+
+def check_same_code(state: GameState, experiment: Experiment) -> None:
+    """Raises StateError when a run is resumed with another text of the user's own files."""
+    for path, digest in digests(experiment).items():
+        if state.own_code.get(path) != digest:
+            raise StateError(
+                f"{path} is not what this run was begun with.",
+                "Put it back (a copy is in the run's folder code/), or start a new run with --name.",
+            )
 
 
 def check_same_configuration(state: GameState, experiment: Experiment) -> None:

@@ -120,7 +120,7 @@ class Players:
         return build_verifier(self.experiment.verifier, model)
 
     def template(self, verifier: VerifierModel) -> VerifierTemplate:
-        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, self.experiment.verifier.head)
+        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads)
 
     def scorer(self, verifier: VerifierModel) -> VerifierScorer:
         """A scorer with an empty cache. The verifier stays the caller's."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.errors import ConfigurationError
+from pvg.extensions import called, resolve
 from pvg.records import Float32
 from pvg.sections import Game
 
@@ -44,10 +46,19 @@ class Outcomes:
 
 
 def rewards(outcomes: Outcomes, game: Game) -> Float32:
-    """float32 [N]: the rewards by `game.reward`. Raises ValueError when a score is not finite."""
+    """float32 [N]: the rewards by `game.reward`. Raises ValueError when a score is not finite, ConfigurationError when
+    a user's own reward fails or does not give one number for each rollout."""
     if not np.isfinite(outcomes.scores_N).all():
         raise ValueError(f"Score {int(np.flatnonzero(~np.isfinite(outcomes.scores_N))[0])} of the batch is not finite.")
-    return REWARDS[game.reward](outcomes, game).astype(np.float32)
+    name, key = game.reward, "game.reward"
+    rewards_N = np.asarray(called(key, name, resolve(key, name, REWARDS), outcomes, game))
+    if rewards_N.shape != outcomes.scores_N.shape or rewards_N.dtype.kind not in "fiub":
+        raise ConfigurationError(
+            f"{key} = {name!r} gave an array {rewards_N.shape} of {rewards_N.dtype} for {len(outcomes.scores_N)} "
+            "rollouts.",
+            "A reward gives one number for each rollout.",
+        )
+    return rewards_N.astype(np.float32)
 
 
 def centred_scores(outcomes: Outcomes) -> Float32:

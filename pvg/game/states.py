@@ -42,7 +42,8 @@ class GameState:
     shards as plain data, `checkpoint` names the trainer's committed checkpoint, `weights` the committed weight folders.
     `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
     metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files. `machine` is
-    what the last bits of every result depend on: torch, device, threads.
+    what the last bits of every result depend on: torch, device, threads. `own_code` are the digests of the user's files
+    that the experiment names (pvg.extensions).
     """
 
     config_hash: str
@@ -59,6 +60,7 @@ class GameState:
     rounds: tuple[Mapping[str, float | None], ...] = ()
     offsets: Mapping[str, int] = field(default_factory=dict)
     machine: str = ""
+    own_code: Mapping[str, str] = field(default_factory=dict)
 
     def enter(self, phase: Phase, *, round_: int | None = None) -> GameState:
         """The state at the start of `phase`. Raises StateError naming both sides when the game has no such move."""
@@ -88,6 +90,7 @@ class GameState:
             "rounds": [dict(metrics) for metrics in self.rounds],
             "offsets": dict(self.offsets),
             "machine": self.machine,
+            "own_code": dict(self.own_code),
         }
 
     @classmethod

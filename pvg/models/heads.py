@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, UsageError
+from pvg.extensions import called, resolve
 from pvg.models.fused_layers import last_hidden, why_not_last
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
@@ -36,6 +37,9 @@ class VerifierModel(nn.Module):
     """
 
     needs_reference = False
+    reads: Literal["scalar", "implicit", "yes_token"] = (
+        "scalar"  # the form in which pvg.verifier.template gives it solutions
+    )
     fused_layers = True
 
     def __init__(self, language_model: LanguageModel) -> None:
@@ -177,6 +181,7 @@ class ImplicitHead(VerifierModel):
     """
 
     needs_reference = True
+    reads = "implicit"
 
     def __init__(self, language_model: LanguageModel, beta: float) -> None:
         super().__init__(language_model)
@@ -225,6 +230,8 @@ class YesTokenHead(VerifierModel):
     Of the output head only these two rows are applied. Raises ConfigurationError when the tokenizer has no single
     tokens for the two words.
     """
+
+    reads = "yes_token"
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__(language_model)
@@ -276,8 +283,11 @@ def build_verifier(section: Verifier, language_model: LanguageModel) -> Verifier
 
     Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
     """
+    key, name = "verifier.head", section.head
     try:
-        verifier = HEADS[section.head](section, language_model)
+        verifier = called(key, name, resolve(key, name, HEADS), section, language_model)
+        if not isinstance(verifier, VerifierModel):
+            raise ConfigurationError(f"{key} = {name!r} gives a {type(verifier).__name__}, which is no VerifierModel.")
     except ConfigurationError:
         language_model.close()
         raise

@@ -57,9 +57,9 @@ def kind_for(experiment: Experiment, purpose: Purpose) -> Kind:
             f"A reference is what the implicit head compares with, and verifier.head is {head!r}.",
             "Start the verifier alone: pvg serve EXPERIMENT --for verifier",
         )
-    if head == "yes_token":
+    if head not in ("scalar", "implicit"):
         raise ConfigurationError(
-            "verifier.head = 'yes_token' is computed by torch only: vLLM does not serve it.",
+            f"verifier.head = {head!r} is computed by torch only: vLLM does not serve it.",
             "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
         )
     return "classifier" if head == "scalar" else "generator"

@@ -72,6 +72,11 @@ class RunDirectory:
         return self.path / "weights"
 
     @property
+    def code(self) -> Path:
+        """Copies of the user's own files that the experiment names."""
+        return self.path / "code"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

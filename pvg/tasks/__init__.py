@@ -7,6 +7,7 @@ from typing import Any
 
 from pvg.sections import TaskSection
 from pvg.tasks.code import Code
+from pvg.tasks.custom import open_custom
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.halves import half_of, problems_of_half
 from pvg.tasks.modchain import Modchain
@@ -21,6 +22,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
     "code": Code,
+    "custom": open_custom,
 }
 
 

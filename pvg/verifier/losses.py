@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from pvg import sections
+from pvg.errors import ConfigurationError
+from pvg.extensions import called, is_reference, resolve
 from pvg.models.padding import pad_right
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.batch import VerifierBatch
@@ -41,10 +43,29 @@ def cross_entropy(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
     return 0.5 * (softplus(-correct_M) + softplus(incorrect_M))
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+KEY = "verifier.loss"
+
+LOSSES: dict[str, PairLoss] = {
     "bradley_terry": bradley_terry,
     "cross_entropy": cross_entropy,
 }
+
+
+def pair_loss(name: str) -> PairLoss:
+    """The loss of that name, of the table or of a user's file: correct scores [M], incorrect scores [M] -> [M].
+
+    Raises ConfigurationError; so does a user's loss that fails or does not give one number for each pair.
+    """
+    loss = resolve(KEY, name, LOSSES)
+
+    def checked(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+        losses_M = called(KEY, name, loss, correct_M, incorrect_M)
+        if not isinstance(losses_M, Tensor) or losses_M.shape != correct_M.shape:
+            raise ConfigurationError(f"{KEY} = {name!r} does not give one number for each pair of {len(correct_M)}.")
+        return losses_M
+
+    return checked if is_reference(name) else loss
 
 
 class PairObjective:
@@ -52,7 +73,7 @@ class PairObjective:
     score_gap (mean over pairs of V_c - V_i), pairs, padding (share of the positions that hold no token)."""
 
     def __init__(self, section: sections.Verifier, pad_id: int) -> None:
-        self._loss = LOSSES[section.loss]
+        self._loss = pair_loss(section.loss)
         self._score_penalty = section.score_penalty
         self._token_budget = section.micro_batch_tokens
         self._pad_id = pad_id

@@ -31,6 +31,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+
 
 def bradley_terry_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
     """d l(a V_c, a V_i) / d a at a = 1 of each pair's Bradley-Terry loss: float32 [M], differentiable."""
@@ -44,10 +46,27 @@ def cross_entropy_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
 
 
 # By the names of pvg.verifier.losses.LOSSES.
-SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+SLOPES: dict[str, PairLoss] = {
     "bradley_terry": bradley_terry_slopes,
     "cross_entropy": cross_entropy_slopes,
 }
+
+
+def slopes_of(name: str, loss: PairLoss) -> PairLoss:
+    """d l(a V_c, a V_i) / d a at a = 1: by the table where the loss is pvg's own, else (dl/dV_c) V_c + (dl/dV_i) V_i
+    with the loss differentiated by autograd."""
+    if name in SLOPES:
+        return SLOPES[name]
+
+    def slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+        with torch.enable_grad():  # a survey has no gradient of its own
+            scores = [s if s.requires_grad else s.detach().requires_grad_() for s in (correct_M, incorrect_M)]
+            # A pair's loss depends on its own two scores alone, so the gradient of the sum is that of each.
+            gradients = torch.autograd.grad(loss(*scores).sum(), scores, create_graph=True)
+            slopes_M = gradients[0] * scores[0] + gradients[1] * scores[1]
+        return slopes_M if torch.is_grad_enabled() else slopes_M.detach()
+
+    return slopes
 
 
 def environment_means(

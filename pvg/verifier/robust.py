@@ -32,7 +32,7 @@ from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.batch import VerifierBatch
 from pvg.verifier.losses import PairObjective
-from pvg.verifier.penalties import SLOPES, environment_means, irm_v1, irm_weights, vrex, vrex_weights
+from pvg.verifier.penalties import environment_means, irm_v1, irm_weights, slopes_of, vrex, vrex_weights
 
 
 class RobustObjective(PairObjective):
@@ -42,7 +42,7 @@ class RobustObjective(PairObjective):
     def __init__(self, section: sections.Verifier, pad_id: int, *, environments: int) -> None:
         super().__init__(section, pad_id)
         self._section = section
-        self._slope = SLOPES[section.loss]
+        self._slope = slopes_of(section.loss, self._loss)
         self._environments = environments
         self._log_q_E = torch.zeros(environments)  # group DRO's weights, up to a constant
 

@@ -1,0 +1,28 @@
+"""A task: add one digit to itself, `4+4+4?`; the solution's steps are those of the embedded game, `4+4=8;8+4=2;A2`."""
+
+import re
+from collections.abc import Iterator
+
+from pvg.records import Grade, Problem, Split
+
+ANSWER = re.compile(r"(?:\d\+\d=\d;)+A(\d)")
+
+
+class Doubling:
+    """`terms`: the numbers of terms that problems have. Every fourth problem is a test problem."""
+
+    def __init__(self, terms: list[int]) -> None:
+        self.terms = terms
+
+    def problems(self, split: Split) -> Iterator[Problem]:
+        for number, (digit, terms) in enumerate((d, t) for t in self.terms for d in range(10)):
+            if (number % 4 == 0) == (split == "test"):
+                question = "+".join([str(digit)] * terms) + "?"
+                # The id decides whether prover or verifier learns from a problem: it must not change.
+                yield Problem(f"doubling-{question}", question, answer=str(digit * terms % 10))
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        found = ANSWER.fullmatch(completion)
+        if found is None:  # no solution at all: never paid as a flaw
+            return Grade(correct=False, well_formed=False, note="no chain of sums")
+        return Grade(correct=found[1] == problem.answer, well_formed=True, answer=found[1])

@@ -1,0 +1,179 @@
+"""Code of a user's own, named in an experiment as `FILE.py:NAME`: a reward, a loss, a head or a task in one file.
+
+    reward = "my_rewards.py:brave"          # [game]; where a name of pvg's own table could stand
+
+The file is looked up from the working directory, as all paths of an experiment are. It is read as text when the
+experiment is checked, and run when a command opens what it names: it is a user's code, and may do what the user may.
+
+Invariant: a run is played with one state of such a file. Its digest is committed with the run's state, a copy lies in
+the run's folder, and a run is not resumed with another one (`pvg.game.ledger`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field
+
+from pvg.errors import ConfigurationError, PvgError
+
+REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
+# The type of a setting that takes such a name beside pvg's own.
+Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
+# The settings that take one, by section.
+EXTENSIBLE = {"task": ("source",), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def is_reference(name: str) -> bool:
+    return re.match(REFERENCE_PATTERN, name) is not None
+
+
+def split_reference(name: str) -> tuple[Path, str]:
+    path, _, attribute = name.rpartition(":")
+    return Path(path).expanduser(), attribute
+
+
+def resolve(key: str, name: str, table: Mapping[str, T], kind: type = object) -> T:
+    """What `name` means for the setting `key`: a line of pvg's `table`, or an object of the user's file.
+
+    Raises ConfigurationError when the file cannot be read or run, or holds no such `kind` of object (`object`:
+    anything that can be called).
+    """
+    if not is_reference(name):
+        return table[name]
+    path, attribute = split_reference(name)
+    module = _module(key, path)
+    if not hasattr(module, attribute):
+        raise ConfigurationError(f"{key}: {path} defines no {attribute!r}.")
+    found: T = getattr(module, attribute)
+    fits = callable(found) if kind is object else isinstance(found, kind)
+    if not fits:
+        wanted = "something that can be called" if kind is object else f"a {kind.__name__}"
+        raise ConfigurationError(f"{key}: {attribute!r} of {path} is a {type(found).__name__}, and should be {wanted}.")
+    return found
+
+
+def check_references(experiment: BaseModel) -> None:
+    """Raises ConfigurationError for a reference whose file is missing, is no Python or defines no such name; nothing of
+    it is run."""
+    for key, name in references(experiment):
+        path, attribute = split_reference(name)
+        tree = _parsed(key, path, _source(key, path))
+        defined, imported = set(_defined(tree)), set(_imported(tree))
+        if not {attribute, "*"} & (defined | imported):
+            raise ConfigurationError(
+                f"{key} = {name!r}: {path} defines no {attribute!r}.",
+                f"It defines: {', '.join(sorted(defined)) or 'nothing'}.",
+            )
+
+
+def references(experiment: BaseModel) -> Iterator[tuple[str, str]]:
+    """(dotted key, reference) of every setting that names a user's code."""
+    for section, names in EXTENSIBLE.items():
+        for name in names:
+            value = getattr(getattr(experiment, section), name, None)  # only one kind of task has a source
+            if isinstance(value, str) and is_reference(value):
+                yield f"{section}.{name}", value
+
+
+def digests(experiment: BaseModel) -> dict[str, str]:
+    """SHA-256 of every file that the experiment names, by the path as it is written there."""
+    found = {}
+    for key, name in references(experiment):
+        path, _ = split_reference(name)
+        found[str(path)] = hashlib.sha256(_source(key, path)).hexdigest()
+    return found
+
+
+def sources(experiment: BaseModel) -> dict[str, bytes]:
+    """The text of every such file, under a name that tells files of one name and another text apart."""
+    found = {}
+    for key, name in references(experiment):
+        path, _ = split_reference(name)
+        source = _source(key, path)
+        found[f"{path.stem}-{hashlib.sha256(source).hexdigest()[:12]}.py"] = source
+    return found
+
+
+def _source(key: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{key}: {path} cannot be read: {error.strerror}.",
+            "The path of a file of your own counts from the working directory.",
+        ) from None
+
+
+def _parsed(key: str, path: Path, source: bytes) -> ast.Module:
+    try:
+        return ast.parse(source, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigurationError(f"{key}: {path}{line} is not valid Python: {what}.") from None
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names that the file's top level gives to functions, classes and values."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Names that it imports; "*" where it says so."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def _module(key: str, path: Path) -> ModuleType:
+    """The file as a module, run once per process and text, so that its classes stay the same classes."""
+    source = _source(key, path)
+    name = f"pvg_extension_{path.stem}_{hashlib.sha256(bytes(path.resolve()) + source).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    code = compile(_parsed(key, path, source), str(path), "exec")
+    spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # before it runs: its dataclasses look their module up
+    try:
+        exec(code, module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigurationError(
+            f"{key}: {path} cannot be run: {type(error).__name__}: {error}.", "--debug shows the traceback."
+        ) from error
+    return module
+
+
+def called(key: str, name: str, function: Callable[..., R], *args: Any) -> R:
+    """`function(*args)`. What a user's function raises is told as its failure: ConfigurationError; pvg's own errors
+    pass."""
+    try:
+        return function(*args)
+    except PvgError:
+        raise
+    except Exception as error:
+        if not is_reference(name):
+            raise
+        raise ConfigurationError(
+            f"{key} = {name!r} failed: {type(error).__name__}: {error}.", "--debug shows the traceback."
+        ) from error

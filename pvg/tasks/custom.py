@@ -1,0 +1,53 @@
+"""A task in a file of the user's own: `task.kind = "custom"`, `task.source = "FILE.py:NAME"`.
+
+NAME is a class that follows the `Task` protocol and is made with `task.settings` as keyword arguments; docs/research.md
+has one as an example. What it gives is checked where pvg depends on it, so that a mistake is told where it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pvg.errors import ConfigurationError
+from pvg.extensions import called, resolve
+from pvg.records import Grade, Problem, Split
+from pvg.sections import CustomTask
+from pvg.tasks.task import Task
+
+KEY = "task.source"
+
+
+class CheckedTask:
+    """A user's task, with its failures told as such: ConfigurationError that names the file."""
+
+    def __init__(self, source: str, task: Task) -> None:
+        self._source, self._task = source, task
+
+    def problems(self, split: Split) -> Iterator[Problem]:
+        """The task's problems. Raises ConfigurationError for what is no Problem, and for an id that comes twice."""
+        found = called(KEY, self._source, lambda: list(self._task.problems(split)))
+        seen: set[str] = set()
+        for problem in found:
+            if not isinstance(problem, Problem):
+                raise self._wrong(f"problems({split!r}) gave a {type(problem).__name__}, and should give pvg's Problem")
+            if problem.id in seen:
+                raise self._wrong(f"problems({split!r}) gave the id {problem.id!r} twice")
+            seen.add(problem.id)
+        return iter(found)
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        grade = called(KEY, self._source, self._task.grade, problem, completion)
+        if not isinstance(grade, Grade):
+            raise self._wrong(f"grade gave a {type(grade).__name__}, and should give pvg's Grade")
+        return grade
+
+    def _wrong(self, what: str) -> ConfigurationError:
+        return ConfigurationError(f"{KEY} = {self._source!r}: {what}.", "See docs/research.md for an example.")
+
+
+def open_custom(section: CustomTask) -> CheckedTask:
+    """Raises ConfigurationError when the file, the class or its settings are wrong."""
+    none: dict[str, Any] = {}
+    kind: Any = resolve(KEY, section.source, none)
+    return CheckedTask(section.source, called(KEY, section.source, lambda: kind(**section.settings)))

@@ -1,0 +1,227 @@
+"""Code of a user's own in an experiment: what it may be, how its mistakes are told, and what a run remembers of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from game.kill_drill import small_experiment
+
+from pvg import sections
+from pvg.errors import ConfigurationError, StateError
+from pvg.experiment import Experiment, build_experiment
+from pvg.extensions import check_references, digests, resolve
+from pvg.game.rewards import Outcomes, rewards
+from pvg.game.run import play
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks import open_task
+from pvg.telemetry.observer import SilentObserver
+from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss
+from pvg.verifier.penalties import bradley_terry_slopes, cross_entropy_slopes, slopes_of
+
+TABLE = {"known": len}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(text: str, name: str = "mine.py") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def with_reward(reward: str) -> Experiment:
+    return build_experiment({"game": {"reward": reward}})
+
+
+def outcomes(rows: int = 4) -> Outcomes:
+    true_N = np.ones(rows, dtype=bool)
+    scores_N = np.arange(rows, dtype=np.float32)
+    return Outcomes(scores_N, true_N, true_N, true_N, np.zeros(rows, dtype=np.int64), true_N)
+
+
+# --- what a name means ---------------------------------------------------------------------------------------------
+
+
+def test_a_name_of_the_table_is_looked_up_there_and_a_reference_in_its_file() -> None:
+    written("def mine(x):\n    return 2 * x\n")
+    assert resolve("a.key", "known", TABLE) is len
+    assert resolve("a.key", "mine.py:mine", TABLE)(4) == 8
+    assert resolve("a.key", "mine.py:mine", TABLE) is resolve("a.key", "mine.py:mine", TABLE), "run once"
+
+
+def test_a_changed_file_is_run_again() -> None:
+    written("def mine(x):\n    return 1\n")
+    assert resolve("a.key", "mine.py:mine", TABLE)(0) == 1
+    written("def mine(x):\n    return 2\n")
+    assert resolve("a.key", "mine.py:mine", TABLE)(0) == 2
+
+
+def test_dataclasses_of_a_file_find_their_module() -> None:
+    written(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Mine:\n    x: int = 3\n    def __call__(self):\n        return self.x\n"
+    )
+    assert resolve("a.key", "mine.py:Mine", TABLE)()() == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "told"),
+    [
+        ("x = 1\n", "mine.py:y", "defines no 'y'"),
+        ("x = 1\n", "mine.py:x", "is a int"),
+        ("raise ValueError('no luck')\n", "mine.py:x", "ValueError: no luck"),
+        ("def x(:\n", "mine.py:x", "line 1 is not valid Python"),
+        ("", "other.py:x", "other.py cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_cannot_serve_is_told_in_one_line(text: str, reference: str, told: str) -> None:
+    written(text)
+    with pytest.raises(ConfigurationError, match=r"^game\.reward: ") as caught:
+        resolve("game.reward", reference, TABLE)
+    assert told in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+# --- checked before anything is run --------------------------------------------------------------------------------
+
+
+def test_references_are_checked_without_running_the_file() -> None:
+    written("import sys\nsys.exit('this was run')\ndef mine(o, g):\n    return o\nalso: int = 3\n")
+    check_references(with_reward("mine.py:mine"))
+    with pytest.raises(ConfigurationError, match="defines no 'yours'") as caught:
+        check_references(with_reward("mine.py:yours"))
+    assert caught.value.remedy == "It defines: also, mine."
+
+
+def test_imported_names_may_be_named() -> None:
+    written("from numpy import sign as mine\n")
+    check_references(with_reward("mine.py:mine"))
+    written("from numpy import *\n")
+    check_references(with_reward("mine.py:sign"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [("sorc", "'decoupled' or FILE.py:NAME, not 'sorc'"), ("mine.py", "FILE.py:NAME, such as"), ("a.py:1", "such as")],
+)
+def test_a_name_that_is_neither_is_refused_with_what_fits(reward: str, told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        with_reward(reward)
+    assert caught.value.message.startswith("game.reward: Input should be ")
+    assert told in caught.value.message
+
+
+# --- rewards, losses, tasks -----------------------------------------------------------------------------------------
+
+
+def test_a_reward_of_ones_own_is_paid() -> None:
+    written("def mine(outcomes, game):\n    return outcomes.scores_N + game.rounds\n")
+    game = sections.Game(reward="mine.py:mine", rounds=5)
+    assert rewards(outcomes(), game).tolist() == [5.0, 6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return outcomes.scores_N[:1]", "an array (1,)"),
+        ("return None", "array () of object"),
+        ("return outcomes.scores", "AttributeError"),
+        ("return ['a'] * 4", "of <U1"),
+    ],
+)
+def test_a_reward_that_fails_names_itself(body: str, told: str) -> None:
+    written(f"def mine(outcomes, game):\n    {body}\n")
+    with pytest.raises(ConfigurationError, match=r"game\.reward = 'mine\.py:mine'") as caught:
+        rewards(outcomes(), sections.Game(reward="mine.py:mine"))
+    assert told in caught.value.message
+
+
+def test_a_pair_loss_must_give_one_number_for_each_pair() -> None:
+    written("def mine(c, i):\n    return (i - c).exp()\ndef total(c, i):\n    return (i - c).sum()\n")
+    scores_M = torch.tensor([0.0, 1.0])
+    assert pair_loss("mine.py:mine")(scores_M, scores_M).tolist() == [1.0, 1.0]
+    with pytest.raises(ConfigurationError, match="one number for each pair of 2"):
+        pair_loss("mine.py:total")(scores_M, scores_M)
+    assert pair_loss("bradley_terry") is bradley_terry
+
+
+@pytest.mark.parametrize(
+    ("loss", "by_hand"), [(bradley_terry, bradley_terry_slopes), (cross_entropy, cross_entropy_slopes)]
+)
+def test_the_slope_of_any_loss_is_what_was_worked_out_for_those_of_the_table(loss: Any, by_hand: Any) -> None:
+    """The penalties need the slope's own gradient, so that is compared too."""
+    draws = torch.Generator().manual_seed(0)
+    correct_M, incorrect_M = (torch.randn(7, generator=draws, requires_grad=True) for _ in range(2))
+    found_M, wanted_M = slopes_of("mine.py:mine", loss)(correct_M, incorrect_M), by_hand(correct_M, incorrect_M)
+    torch.testing.assert_close(found_M, wanted_M)
+    found = torch.autograd.grad(found_M.square().sum(), (correct_M, incorrect_M))
+    wanted = torch.autograd.grad(wanted_M.square().sum(), (correct_M, incorrect_M))
+    torch.testing.assert_close(found, wanted)
+
+
+TASK = """
+from pvg.records import Grade, Problem
+class Mine:
+    def __init__(self, size):
+        self.size = size
+    def problems(self, split):
+        return [Problem(str(n % self.size), "1+1?", "2") for n in range(4)]
+    def grade(self, problem, completion):
+        return Grade(completion == problem.answer, True) if completion else "none"
+"""
+
+
+def open_mine(**settings: Any) -> Any:
+    return open_task(sections.CustomTask(source="mine.py:Mine", settings=settings))
+
+
+def test_a_task_of_ones_own_is_made_with_its_settings_and_held_to_the_protocol() -> None:
+    written(TASK)
+    task = open_mine(size=4)
+    (first, *_) = task.problems("train")
+    assert task.grade(first, "2").correct
+    with pytest.raises(ConfigurationError, match="grade gave a str"):
+        task.grade(first, "")
+    with pytest.raises(ConfigurationError, match="the id '0' twice"):
+        list(open_mine(size=2).problems("train"))
+    with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
+        list(open_mine(size=0).problems("train"))
+    with pytest.raises(ConfigurationError, match="unexpected keyword argument 'length'"):
+        open_mine(length=2)
+
+
+# --- a run and its code ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) -> None:
+    reward = written("import numpy as np\ndef mine(outcomes, game):\n    return np.tanh(outcomes.scores_N)\n")
+    plain = small_experiment().plain()
+    experiment = build_experiment({**plain, "game": {**plain["game"], "reward": f"{reward}:mine"}})
+    run = RunDirectory.create(tmp_path / "runs", "own", experiment)
+    stop = asyncio.Event()
+    stop.set()  # at the first commit
+    with run.lock():
+        outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=stop, resume=False))
+    assert outcome.status == "interrupted"
+    (copy,) = run.code.iterdir()
+    assert copy.read_text() == Path(reward).read_text()
+
+    text = Path(reward).read_text()
+    written(text + "# changed\n")
+    with run.lock(), pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+        asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=True))
+    written(text)
+    with run.lock():
+        outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=True))
+    assert outcome.status == "complete"
+
+
+def test_an_experiment_without_code_of_ones_own_has_no_digests() -> None:
+    assert digests(Experiment()) == {}
