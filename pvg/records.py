@@ -139,6 +139,11 @@ class Rollout:
         checks = self.grade.checks
         return checks is None or self.role is Role.HELPFUL or self.grade.correct or checks.certified
 
+    @property
+    def is_flaw(self) -> bool:
+        """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
+        return self.role is Role.SNEAKY and not self.grade.correct and self.grade.well_formed and self.proven
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -257,10 +257,16 @@ class Game(Section):
     """Rounds, roles, rewards, mixture and stop rule. A reward may be FILE.py:NAME, code of the user's own."""
 
     rounds: Count = 3
-    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] | Reference = "src"
+    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled", "gated", "composite"] | Reference = "src"
     misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
     cgc_floor: float = -15.0  # V0 of cgc: must lie below every live score (-2 suits scores bounded above it)
     decoupled_floor: float = -2.0  # decoupled's misaligned reward, in group standard deviations
+    gate_floor: float = -2.0  # gated's reward where a gate is closed
+    score_weight: Annotated[float, Field(ge=0.0)] = 1.0  # gated, composite: of the verifier's probability
+    tests_weight: Annotated[float, Field(ge=0.0)] = 1.0  # composite: of the share of tests passed
+    # gated, composite: of how alike a sneaky program is to the problem's reference, the others of its group, or either
+    similarity_weight: Annotated[float, Field(ge=0.0)] = 0.0
+    similarity: Literal["reference", "group", "both"] = "both"
     sneaky_share: Fraction = 0.5
     mint_problems: Count = 256
     mint_samples: Count = 8  # solutions per problem, shared by the sources

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
 from pvg.game.orders import ProverOrders
 from pvg.game.prefetch import Prefetcher
-from pvg.game.rewards import Outcomes, rewards
+from pvg.game.rewards import COMPARING_REWARDS, Outcomes, rewards
 from pvg.game.session import Session
 from pvg.game.statistics import (
     Columns,
     cache_metrics,
     cut_metrics,
+    mean_score,
     play_metrics,
     sampling_metrics,
     staleness_metrics,
@@ -31,6 +33,8 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Rollout
 from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
+from pvg.tasks.code.similarity import similarities
+from pvg.tasks.task import Comparing
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, routed_experts_of
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
@@ -155,6 +159,7 @@ class OnPolicySource:
         columns = Columns(rollouts, scores_N)
         numbers: dict[str, int] = {}
         problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
+        similarity_N = self._similarities(rollouts, columns.helpful_N)
         try:
             rewards_N = rewards(
                 Outcomes(
@@ -164,6 +169,9 @@ class OnPolicySource:
                     columns.well_formed_N,
                     problem_ids_N,
                     solver_correct_N=columns.correct_N,
+                    proven_N=columns.proven_N,
+                    tests_N=columns.tests_N,
+                    similarity_N=similarity_N,
                 ),
                 experiment.game,
             )
@@ -183,6 +191,8 @@ class OnPolicySource:
             values_N = self.tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
             advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
             metrics = value_metrics(rewards_N, values_N, advantages_N)
+        if similarity_N is not None:
+            metrics["similarity"] = mean_score(similarity_N, ~columns.helpful_N)
         batch = PolicyBatch(
             sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
             prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
@@ -195,6 +205,22 @@ class OnPolicySource:
             routed_experts=routed_experts_of(rollouts),
         )
         return rewards_N, batch, metrics
+
+    def _similarities(self, rollouts: list[Rollout], helpful_N: NDArray[np.bool_]) -> Float32 | None:
+        """float32 [N], of sneaky programs, where `game.similarity_weight` asks for them."""
+        game, task = self.session.experiment.game, self.session.task
+        if not game.similarity_weight or game.reward not in COMPARING_REWARDS or not isinstance(task, Comparing):
+            return None
+        rows_N = np.flatnonzero(~helpful_N)
+        found_N = np.zeros(len(rollouts), dtype=np.float32)
+        found_N[rows_N] = similarities(
+            [task.solution(rollouts[row].text) for row in rows_N],
+            [rollouts[row].reference for row in rows_N],
+            np.array([rollouts[row].group for row in rows_N], dtype=np.int32),
+            reference=game.similarity in ("reference", "both"),
+            group=game.similarity in ("group", "both"),
+        )
+        return found_N
 
     async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
         """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where stale

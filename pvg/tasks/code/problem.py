@@ -11,6 +11,7 @@ from pvg.records import Problem
 from pvg.sandbox import Program
 
 CODE = "code"  # in a Problem's metadata: its CodeProblem
+WORDING = "code"  # of its prompts (pvg.game.roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def make_problem(id_: str, question: str, signature: str, code: CodeProblem) -> 
     else:
         lines.append(f"Write the Python function {signature or code.entry}. Examples:")
         lines += [f"{code.entry}({test.case[1:-1]}) == {shown_output(test.output)}" for test in code.visible]
-    return Problem(id_, "\n".join(lines), code.reference, {CODE: code, "wording": CODE})
+    return Problem(id_, "\n".join(lines), code.reference, {CODE: code, "wording": WORDING})
 
 
 def shown_output(output: Any) -> str:
