@@ -101,10 +101,14 @@ class _Wardens:
         self._lock = threading.Lock()
 
     def take(self) -> WardenProcess:
-        """Raises WardenFailedError, also for one with fewer walls than the first, which was tried."""
+        """One that is idle, or else a new one. Raises WardenFailedError, also for one with fewer walls than the first,
+        which was tried."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
+        return self.start()
+
+    def start(self) -> WardenProcess:
         warden = WardenProcess(self._offered)
         if warden.given != self._given:
             warden.close()
@@ -153,7 +157,7 @@ def _execute(wardens: _Wardens, cache: _Cache, key: str, program: Program, limit
         return known
     for attempt in range(ATTEMPTS):
         try:
-            warden = wardens.take()
+            warden = wardens.start() if attempt else wardens.take()  # the idle ones may be dead too
             try:
                 header, parts = warden.run(program, limits)
             except BaseException:
