@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pvg.records import Float32
 
 WINDOW = 4
+# Every alternative matches where it begins: one that went back would take quadratic time on what a model may write.
 TOKEN = re.compile(
     r"""(?P<comment>\#[^\n]*)
     |(?P<string>[rRbBuUfF]{0,2}(?:\"{3}[\s\S]*?(?:\"{3}|\Z)|'{3}[\s\S]*?(?:'{3}|\Z)
-        |\"(?:[^\"\\\n]|\\.)*(?:\"|$)|'(?:[^'\\\n]|\\.)*(?:'|$)))
+        |\"(?:[^\"\\\n]|\\.)*+\"?|'(?:[^'\\\n]|\\.)*+'?))
     |(?P<number>\d[\w.]*)
     |(?P<name>[^\W\d]\w*)
     |(?P<sign>\*\*=?|//=?|<<=?|>>=?|[-+*/%@&|^=!<>:]=|->|[^\s\w])""",

@@ -197,7 +197,8 @@ TEMPLATES: tuple[Template, ...] = (
     Template(
         "first_reaching", "Return the position (from 0) at which the running sum first reaches $s or more, else -1.",
         "def first_reaching(numbers):\n    total = 0\n    for i, x in enumerate(numbers):\n        total += x\n"
-        "        if total >= $s:\n            return i\n    return -1\n", parameters={"s": range(1, 40, 2)},
+        "        if total >= $s:\n            return i\n    return -1\n",
+        (Numbers(least=-5),), {"s": range(1, 40, 2)},
     ),
     Template(
         "chunk_sums", "Split the list into pieces of $k (the last may be shorter) and return the list of their sums.",
