@@ -33,6 +33,7 @@ import orjson
 from pvg.errors import ConfigurationError
 from pvg.sandbox import plain
 from pvg.tasks.code.problem import CodeProblem, Test
+from pvg.tasks.code.solutions import WORD
 
 
 class UnusableError(ValueError):
@@ -216,6 +217,8 @@ def _entry(
     inputs: tuple[str, ...],
     code: CodeProblem,
 ) -> Entry:
+    if WORD in f"{question}{signature}{code.prelude}{code.reference}{code.entry}".lower():
+        raise UnusableError(f"it speaks of a {WORD}, the word that ends what a verifier reads of a solution")
     if not code.visible:
         raise UnusableError("it has no visible test")
     if not code.hidden and not inputs:

@@ -7,8 +7,9 @@
     CERTIFICATE: [[3, 1, 2]]
 
 The certificate names an input on which the code is wrong: a JSON list of arguments, or a JSON text for standard input.
-What is shown to a verifier ends where the first line begins that looks like one, and the code is looked for in that
-part alone: what is graded is what the verifier reads.
+What is shown to a verifier ends where the word first stands, wherever that is: a certificate that is not written as it
+should be proves nothing, and would still tell whose solution it is. The code is looked for in that part alone: what is
+graded is what the verifier reads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 LONGEST_CERTIFICATE = 4000
-# Bullets, comments, bold and headings are no disguise.
-CERTIFICATE = re.compile(r"^[ \t>*_#`~-]{0,12}certificate[ \t*_`]{0,6}:[*_`]{0,3}", re.IGNORECASE | re.MULTILINE)
+WORD = "certificate"
+# With the bullets, comment signs or stars before it on its line.
+MENTION = re.compile(rf"(?:^[ \t>*_#`~-]{{0,12}})?{WORD}", re.IGNORECASE | re.MULTILINE)
+COLON = re.compile(r"[ \t*_`]{0,6}:[*_`]{0,3}")
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
 PYTHON = frozenset({"", "python", "python3", "py"})
 
@@ -35,7 +38,7 @@ class Certificate:
 
 def shown(completion: str) -> str:
     """What a verifier may read of a completion."""
-    found = CERTIFICATE.search(completion)
+    found = MENTION.search(completion)
     return (completion[: found.start()] if found else completion).rstrip()
 
 
@@ -61,11 +64,14 @@ def extract_code(completion: str) -> str:
 
 
 def read_certificate(completion: str) -> Certificate | None:
-    """What the first certificate line names; None without such a line."""
-    found = CERTIFICATE.search(completion)
+    """What the line names on which the word first stands; None where it stands nowhere."""
+    found = MENTION.search(completion)
     if found is None:
         return None
-    written = completion[found.end() :].partition("\n")[0].strip().strip("`").strip()
+    colon = COLON.match(completion, found.end())
+    if colon is None or completion[: found.start()][-1:] not in ("", "\n"):
+        return Certificate(complaint="its certificate stands on no line of its own")
+    written = completion[colon.end() :].partition("\n")[0].strip().strip("`").strip()
     if not written:
         return Certificate(complaint="its certificate names nothing")
     if len(written) > LONGEST_CERTIFICATE:

@@ -82,10 +82,6 @@ def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
         ({**OWN, "id": "b", "visible": [{"input": [1]}]}, "line 2: a test is an object with input and output"),
         ({**OWN, "id": "b", "visible": [{"input": 1, "output": 1}]}, "line 2: an input is no list of arguments"),
         ({**OWN, "id": "b", "reference": 3}, "line 2: the field 'reference' is missing or not a text"),
-        (
-            {**OWN, "id": "b", "reference": "def add_up(n): return 3"},
-            "line 2: the reference of 'b' fails its own tests",
-        ),
         ({**APPS_CALL, "solutions": "[]"}, "line 2: it has no solution to be the reference"),
         ({**APPS_CALL, "solutions": "["}, "line 2: the field 'solutions' holds no JSON"),
         ({**APPS_CALL, "input_output": '{"inputs": [], "outputs": [1]}'}, "line 2: its inputs and outputs are no two"),
@@ -99,6 +95,7 @@ def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
             {**HUMAN_EVAL, "test": "def check(candidate):\n    for _ in 'ab':\n        assert candidate([]) == []"},
             "line 2: its test \"for _ in 'ab':\" is no comparison",
         ),
+        ({**OWN, "id": "b", "question": "Read the Certificate."}, "line 2: it speaks of a certificate"),
         ({**HUMAN_EVAL, "entry_point": "other"}, "line 2: its prompt defines no function 'other'"),
     ],
 )

@@ -33,7 +33,8 @@ def test_code(completion: str, code: str) -> None:
     ("completion", "expected"),
     [
         ("no such line", None),
-        ("about a certificate: it is [1]", None),  # in the midst of a line
+        ("a certificate: [1]", Certificate(complaint="its certificate stands on no line of its own")),
+        ("Certificate\n[1]", Certificate(complaint="its certificate stands on no line of its own")),
         ("x\nCERTIFICATE: [[1, 2], 3]", Certificate([[1, 2], 3])),
         ("x\n**Certificate:** [1]", Certificate([1])),
         ("x\n# certificate : `[1]`", Certificate([1])),
@@ -55,7 +56,14 @@ PIECES = st.lists(st.sampled_from(["```python\n", "def f(): pass\n", "words\n", 
     "".join
 )
 CERTIFICATES = st.sampled_from(
-    ["CERTIFICATE: [1]", "certificate:", "> **Certificate:** x", "# CERTIFICATE: [1]\nand more", "\tCertificate :[2]\n"]
+    [
+        "CERTIFICATE: [1]",
+        "certificate:",
+        "> **Certificate:** x",
+        "x certificate 7",
+        "# CERTIFICATE: [1]\nand more",
+        "\tCertificate :[2]\n",
+    ]
 )
 
 
@@ -66,8 +74,12 @@ def test_what_is_shown_tells_nothing_of_a_certificate(solution: str, one: str, o
     assert extract_code(f"{solution}\n{one}") == extract_code(solution)
 
 
-@given(st.text(max_size=200))
+@given(
+    st.text(max_size=200)
+    | st.lists(st.sampled_from(["CERTIFICATE", "certi", "ficate", ": ", "\n", "* "]), max_size=9).map("".join)
+)
 def test_any_text_is_read(text: str) -> None:
-    assert "certificate:" not in shown(text).lower() or read_certificate(shown(text)) is None
+    assert "certificate" not in shown(text).lower()
+    assert shown(shown(text)) == shown(text)
     read_certificate(text)
     extract_code(text)
