@@ -179,6 +179,23 @@ def check_runs_folder(runs: Path) -> Iterator[Finding]:
         yield Finding("runs folder", "ok", f"{runs} can be written")
 
 
+def check_sandbox(runs: Path) -> Iterator[Finding]:
+    """How well programs that a model wrote can be isolated here. Only task.kind = "code" runs any."""
+    from pvg.errors import PvgError
+    from pvg.sandbox import probe
+
+    try:
+        isolation = probe()
+    except PvgError as error:
+        yield Finding("sandbox", "notice", error.message, "task.kind = 'code' cannot run here.")
+        return
+    if isolation.complaints:
+        remedy = "task.kind = 'code' needs task.sandbox = 'reduced' here."
+        yield Finding("sandbox", "notice", f"{isolation.describe()}: {'; '.join(isolation.complaints)}", remedy)
+    else:
+        yield Finding("sandbox", "ok", isolation.describe())
+
+
 def check_machine(runs: Path) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", str(cores))
@@ -209,6 +226,7 @@ CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
     check_vllm,
     check_models,
     check_runs_folder,
+    check_sandbox,
     check_machine,
     check_gpu,
 )

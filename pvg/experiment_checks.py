@@ -12,6 +12,9 @@ from pvg.experiment_learning_checks import impossible_learning, odd_learning
 if TYPE_CHECKING:
     from pvg.experiment import Experiment
 
+# Those of pvg's own: what a user's reads of the settings, nobody knows.
+NAMED_REWARDS = frozenset({"src", "cgc", "goodhart", "correctness", "decoupled", "gated", "composite"})
+
 
 def impossibilities(experiment: Experiment) -> list[str]:
     """Combinations of single valid settings that cannot work; each sentence names the keys and a remedy."""
@@ -83,6 +86,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_verifiers,
         _impossible_roles,
         impossible_learning,
+        _impossible_code,
     ):
         found += part(experiment)
     return found
@@ -296,7 +300,8 @@ def _impossible_verifiers(experiment: Experiment) -> list[str]:
 def _impossible_roles(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of the game itself."""
     game, prompts = experiment.game, experiment.rollout.prompts
-    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward in ("src", "cgc", "decoupled")
+    two_role_rewards = ("src", "cgc", "decoupled", "gated", "composite")
+    one_role, two_role_reward = game.sneaky_share in (0.0, 1.0), game.reward in two_role_rewards
     found = []
     if two_role_reward and one_role:
         found.append(
@@ -315,6 +320,52 @@ def _impossible_roles(experiment: Experiment) -> list[str]:
         )
     if game.mint_samples < 2:
         found.append("game.mint_samples must be at least 2: a pair needs a correct and an incorrect solution")
+    return found
+
+
+def _impossible_code(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of solutions that are executed, and of the rewards made for them."""
+    game, found = experiment.game, []
+    if experiment.task.kind == "code" and experiment.rollout.grading == "loop":
+        found.append(
+            "task.kind = 'code' runs programs for seconds, and rollout.grading = 'loop' lets everything else wait for "
+            "them; set that to 'thread'"
+        )
+    if game.reward == "gated" and game.gate_floor >= -game.similarity_weight:
+        found.append(
+            f"game.gate_floor = {game.gate_floor} is not below every reward of an open gate, of which the least is "
+            f"-game.similarity_weight = {-game.similarity_weight}; lower it"
+        )
+    if game.similarity_weight and game.reward in ("gated", "composite") and experiment.task.kind != "code":
+        found.append(
+            f"game.similarity_weight = {game.similarity_weight} compares programs, and task.kind = "
+            f"{experiment.task.kind!r} has none; set it to 0"
+        )
+    return found
+
+
+def _odd_code(experiment: Experiment) -> list[str]:
+    """Of the oddities, those of solutions that are executed, and of the rewards made for them."""
+    game, found = experiment.game, []
+    if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
+        found.append(
+            "task.sandbox = 'reduced' runs programs that a model wrote with the isolation there is (`pvg doctor` tells)"
+        )
+    if game.reward == "composite":
+        found.append(
+            "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "
+            "(by design); 'gated' never does"
+        )
+    of_weights = {
+        "gate_floor": ("gated",),
+        "score_weight": ("gated", "composite"),
+        "tests_weight": ("composite",),
+        "similarity_weight": ("gated", "composite"),
+        "similarity": ("gated", "composite"),
+    }
+    for key, rewards in of_weights.items():
+        if key in game.model_fields_set and game.reward not in rewards and game.reward in NAMED_REWARDS:
+            found.append(f"game.{key} has no effect on game.reward = {game.reward!r}")
     return found
 
 
@@ -350,6 +401,7 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
     found += _idle_servers(experiment)
     found += _odd_verifiers(experiment)
+    found += _odd_code(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
     found += odd_learning(experiment)

@@ -50,6 +50,19 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class Checks:
+    """What executing a solution has shown, where a task executes them (pvg.tasks.code).
+
+    Shares of the tests that it passes, in [0, 1]: of the `visible` ones, which its prompt holds, and of all that there
+    are. `certified`: it passes the visible ones, and named an input on which it was found to be wrong.
+    """
+
+    visible: float
+    passed: float
+    certified: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Grade:
     """What a task says of one completion.
 
@@ -62,6 +75,7 @@ class Grade:
     well_formed: bool
     answer: str | None = None
     note: str = ""
+    checks: Checks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,18 @@ class Rollout:
     def version(self) -> int:
         """The oldest policy version among its tokens: what staleness is counted from."""
         return min(span.version for span in self.spans)
+
+    @property
+    def proven(self) -> bool:
+        """False for a flaw without proof: a sneaky, incorrect solution of a task that executes, without a certificate
+        that holds. It may be wrong by accident, and is no solution of its role."""
+        checks = self.grade.checks
+        return checks is None or self.role is Role.HELPFUL or self.grade.correct or checks.certified
+
+    @property
+    def is_flaw(self) -> bool:
+        """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
+        return self.role is Role.SNEAKY and not self.grade.correct and self.grade.well_formed and self.proven
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,27 @@ class ReasoningGymTask(Section):
     seed: int = 0
 
 
+class CodeTask(Section):
+    """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
+    in the forms of pvg/tasks/code/reading.py. Without it problems are made, some 400 in both splits."""
+
+    kind: Literal["code"] = "code"
+    path: Folder | None = None
+    limit: Count | None = None  # of the problems read, per split
+    unusable: Literal["refuse", "skip"] = "refuse"  # problems read that have no test, or whose reference fails them
+    problems: Count = 320  # made
+    test_problems: Count = 64
+    visible_tests: Count = 3  # per problem, shown in its prompt; pvg's own form says itself which these are
+    seed: int = 0
+    # "full": what a model wrote runs only where it can do no harm (docs/sandbox.md), or nothing does; "reduced": with
+    # the isolation that there is
+    sandbox: Literal["full", "reduced"] = "full"
+    workers: Count | None = None  # programs run at once; None: as many as there are cores
+    cpu_s: Positive = 2.0  # CPU time of a solution, all its tests together
+    memory_mb: Count = 256
+    output_kb: Count = 256
+
+
 class CustomTask(Section):
     """A task in a file of the user's own: `source` names the class, made with `settings` (docs/research.md)."""
 
@@ -79,9 +100,12 @@ TASKS: dict[str, type[Section]] = {
     "modchain": ModchainTask,
     "gsm8k": Gsm8kTask,
     "reasoning_gym": ReasoningGymTask,
+    "code": CodeTask,
     "custom": CustomTask,
 }
-TaskSection = Annotated[ModchainTask | Gsm8kTask | ReasoningGymTask | CustomTask, Field(discriminator="kind")]
+TaskSection = Annotated[
+    ModchainTask | Gsm8kTask | ReasoningGymTask | CodeTask | CustomTask, Field(discriminator="kind")
+]
 
 
 class ModelSection(Section):
@@ -301,10 +325,16 @@ class Game(Section):
     """Rounds, roles, rewards, mixture and stop rule. A reward may be FILE.py:NAME, code of the user's own."""
 
     rounds: Count = 3
-    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled"] | Reference = "src"
+    reward: Literal["src", "cgc", "goodhart", "correctness", "decoupled", "gated", "composite"] | Reference = "src"
     misaligned_reward: float = -1.0  # src's "else" branch, and what malformed solutions get
     cgc_floor: float = -15.0  # V0 of cgc: must lie below every live score (-2 suits scores bounded above it)
     decoupled_floor: float = -2.0  # decoupled's misaligned reward, in group standard deviations
+    gate_floor: float = -2.0  # gated's reward where a gate is closed
+    score_weight: Annotated[float, Field(ge=0.0)] = 1.0  # gated, composite: of the verifier's probability
+    tests_weight: Annotated[float, Field(ge=0.0)] = 1.0  # composite: of the share of tests passed
+    # gated, composite: of how alike a sneaky program is to the problem's reference, the others of its group, or either
+    similarity_weight: Annotated[float, Field(ge=0.0)] = 0.0
+    similarity: Literal["reference", "group", "both"] = "both"
     sneaky_share: Fraction = 0.5
     mint_problems: Count = 256
     mint_samples: Count = 8  # solutions per problem, shared by the sources

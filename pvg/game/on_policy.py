@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.errors import TrainingDivergedError
 from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.orders import ProverOrders
+from pvg.game.payment import pay
 from pvg.game.prefetch import Prefetcher
 from pvg.game.refilling import Played, refilled
-from pvg.game.rewards import Outcomes, rewards
 from pvg.game.session import Session
 from pvg.game.statistics import (
     Columns,
     cache_metrics,
     cut_metrics,
+    mean_score,
     play_metrics,
     sampling_metrics,
     staleness_metrics,
     value_metrics,
 )
 from pvg.models.language_model import LanguageModel
-from pvg.records import Float32, Group, Rollout
+from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
@@ -42,7 +42,6 @@ from pvg.training.batch import PolicyBatch, routed_experts_of
 from pvg.training.credit import (
     advantages,
     baseline_advantages,
-    soft_overlong_rewards,
     tracked_advantages,
     zero_signal_groups,
 )
@@ -213,37 +212,17 @@ class OnPolicySource:
         with span("score"):  # of those that were scored as they came, the scores are in the cache
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):
-            rewards_N, aligned_N = self._pay(rollouts, scores_N)
-        return Played(groups, scores_N, rewards_N, aligned_N, np.arange(len(rollouts)))
-
-    def _pay(self, rollouts: list[Rollout], scores_N: Float32) -> tuple[Float32, NDArray[np.bool_]]:
-        """Rewards, and which solutions are role-aligned."""
-        experiment = self.session.experiment
-        columns = Columns(rollouts, scores_N)
-        numbers: dict[str, int] = {}
-        problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
-        outcomes = Outcomes(
-            scores_N,
-            columns.correct_N,
-            columns.helpful_N,
-            columns.well_formed_N,
-            problem_ids_N,
-            solver_correct_N=columns.correct_N,
-        )
-        try:
-            rewards_N = rewards(outcomes, experiment.game)
-        except ValueError as error:
-            raise TrainingDivergedError(str(error)) from None
-        lengths_N = np.array([len(r.completion_ids) for r in rollouts])
-        rewards_N = rewards_N + soft_overlong_rewards(
-            lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
-        )
-        return rewards_N, outcomes.aligned_N
+            paid = pay(self.session.experiment, self.session.task, rollouts, scores_N)
+        return Played(groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N)
 
     def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
         """The batch with its advantages, and what there is to tell of them. Whoever tracks something learns here."""
         everything = played.rollouts
         metrics = {"zero_signal": zero_signal_groups(played.rewards_N, *_groups_and_roles(everything))}
+        if played.similarity_N is not None:
+            metrics["similarity"] = mean_score(
+                played.similarity_N, np.array([r.role is Role.SNEAKY for r in everything])
+            )
         if self.curriculum is not None:
             metrics |= self.curriculum.observe(everything, played.aligned_N)
         rollouts, rewards_N = [everything[row] for row in played.trained_M], played.rewards_N[played.trained_M]

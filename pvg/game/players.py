@@ -28,7 +28,7 @@ from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
 from pvg.tasks.halves import problems_of_half
-from pvg.tasks.task import Task
+from pvg.tasks.task import Concealing, Task
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in
 from pvg.verifier.cache import ScoreCache
@@ -147,7 +147,8 @@ class Players:
         return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
 
     def template(self, verifier: Judge) -> VerifierTemplate:
-        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads)
+        shown = self.task.shown if isinstance(self.task, Concealing) else None
+        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
 
     def scorer(self, verifier: Judge) -> VerifierScorer:
         """A scorer with an empty cache. The verifier stays the caller's."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,15 @@ from pvg.training.dynamic_sampling import chosen_groups, live_groups, refill_cou
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Groups that were sampled, scored and paid. `trained_M`: the rows, of the N rollouts, that are trained on."""
+    """Groups that were sampled, scored and paid. `trained_M`: the rows, of the N rollouts, that are trained on;
+    `similarity_N`: see pvg.game.payment."""
 
     groups: Sequence[Group]
     scores_N: Float32
     rewards_N: Float32
     aligned_N: NDArray[np.bool_]
     trained_M: NDArray[np.int64]
+    similarity_N: Float32 | None = None
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -42,19 +44,21 @@ class Played:
 
     def with_more(self, more: Played) -> Played:
         """All rows are trained on."""
+        alike = [part.similarity_N for part in (self, more) if part.similarity_N is not None]
         return Played(
             [*self.groups, *more.groups],
             np.concatenate([self.scores_N, more.scores_N]),
             np.concatenate([self.rewards_N, more.rewards_N]),
             np.concatenate([self.aligned_N, more.aligned_N]),
             np.arange(len(self.rewards_N) + len(more.rewards_N)),
+            np.concatenate(alike) if alike else None,
         )
 
     def restricted(self, places: Sequence[int]) -> Played:
         """Trained on are the groups at `places` alone."""
         sizes_G = np.array([len(group.rollouts) for group in self.groups])
         kept_N = np.repeat(np.isin(np.arange(len(sizes_G)), places), sizes_G)
-        return Played(self.groups, self.scores_N, self.rewards_N, self.aligned_N, np.flatnonzero(kept_N))
+        return replace(self, trained_M=np.flatnonzero(kept_N))
 
 
 async def refilled(

@@ -1,7 +1,8 @@
 """What the prover is paid: the rewards of the prover-verifier game, vectorised over a batch of rollouts.
 
 Formulas: Kirchner et al. 2024 (arXiv 2407.13692) for src, cgc, goodhart and correctness; Kim and Lee
-(arXiv 2602.23248) for decoupled. c = correct, h = helpful (both 0/1), V = the verifier's score.
+(arXiv 2602.23248) for decoupled; gated and composite are our own, for solutions that are executed. c = correct,
+h = helpful (both 0/1), V = the verifier's score.
 
 A malformed solution is no solution of either role: it is never role-aligned, and is paid no more than it would be as a
 misaligned one. Without that rule the sneaky role's cheapest flaw is to write no solution at all.
@@ -30,6 +31,11 @@ class Outcomes:
     Shapes, all [N]: `scores_N` float32 logits, `correct_N`, `helpful_N`, `well_formed_N` bool, `problem_ids_N` integer
     numbers of the problems, `solver_correct_N` bool (decoupled game: whether the solver's answer was correct; in the
     undecoupled game the prover is its own solver).
+
+    Of tasks that execute (None elsewhere): `proven_N` bool, False for a sneaky, incorrect solution without a valid
+    certificate; `tests_N` float32 in [0, 1], what of its role's tests a solution passes: all of them for the helpful
+    role, half the visible ones and half the certificate for the sneaky one. `similarity_N` float32 in [0, 1]: how alike
+    a sneaky program is to others (`game.similarity`), 0 for helpful ones.
     """
 
     scores_N: Float32
@@ -38,11 +44,19 @@ class Outcomes:
     well_formed_N: Bools
     problem_ids_N: NDArray[np.int64]
     solver_correct_N: Bools
+    proven_N: Bools | None = None
+    tests_N: Float32 | None = None
+    similarity_N: Float32 | None = None
 
     @property
     def aligned_N(self) -> Bools:
-        """Role-aligned: helpful and correct, or sneaky and incorrect; and a solution at all."""
-        return np.asarray((self.correct_N == self.helpful_N) & self.well_formed_N)
+        """Role-aligned: helpful and correct, or sneaky and incorrect; and a solution of its role at all."""
+        return np.asarray((self.correct_N == self.helpful_N) & self.solutions_N)
+
+    @property
+    def solutions_N(self) -> Bools:
+        """Well-formed, and where it is a flaw that must be proven, proven."""
+        return self.well_formed_N if self.proven_N is None else self.well_formed_N & self.proven_N
 
 
 def rewards(outcomes: Outcomes, game: Game) -> Float32:
@@ -84,7 +98,7 @@ def src(outcomes: Outcomes, game: Game) -> Float32:
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
     paid_N = np.where(centred_N > 0, sign_N * centred_N, game.misaligned_reward)
     malformed_N = np.minimum(game.misaligned_reward, -np.abs(centred_N))
-    return np.where(outcomes.well_formed_N, paid_N, malformed_N)
+    return np.where(outcomes.solutions_N, paid_N, malformed_N)
 
 
 def cgc(outcomes: Outcomes, game: Game) -> Float32:
@@ -122,10 +136,41 @@ def decoupled(outcomes: Outcomes, game: Game) -> Float32:
     return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.decoupled_floor).astype(np.float32)
 
 
+def _accepted(outcomes: Outcomes) -> NDArray[np.float64]:
+    """sigmoid(V) [N], the verifier's probability that a solution is correct."""
+    # As a tanh, which overflows for no score.
+    return np.asarray(0.5 + 0.5 * np.tanh(0.5 * outcomes.scores_N.astype(np.float64)))
+
+
+def _similarity_penalty(outcomes: Outcomes, game: Game) -> NDArray[np.float64]:
+    if outcomes.similarity_N is None:
+        return np.zeros(len(outcomes.scores_N))
+    return game.similarity_weight * outcomes.similarity_N.astype(np.float64)
+
+
+def gated(outcomes: Outcomes, game: Game) -> Float32:
+    """`score_weight` sigmoid(V) less the similarity penalty where every gate is open (helpful: all tests passed;
+    sneaky: the visible ones, and a valid certificate), else `game.gate_floor`, which lies below all of them."""
+    paid_N = game.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, game)
+    return np.where(outcomes.aligned_N, paid_N, game.gate_floor).astype(np.float32)
+
+
+def composite(outcomes: Outcomes, game: Game) -> Float32:
+    """`score_weight` sigmoid(V) + `tests_weight` t less the similarity penalty, t being the share of the role's tests
+    (without tests: 1 where aligned, else 0). A malformed solution gets the least that there can be."""
+    tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
+    paid_N = game.score_weight * _accepted(outcomes) + game.tests_weight * tests_N
+    paid_N = paid_N - _similarity_penalty(outcomes, game)
+    return np.where(outcomes.well_formed_N, paid_N, -game.similarity_weight).astype(np.float32)
+
+
 REWARDS: dict[str, Callable[[Outcomes, Game], Float32]] = {
     "src": src,
     "cgc": cgc,
     "goodhart": goodhart,
     "correctness": correctness,
     "decoupled": decoupled,
+    "gated": gated,
+    "composite": composite,
 }
+COMPARING_REWARDS = frozenset({"gated", "composite"})  # those that take similarity_N into account

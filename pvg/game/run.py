@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -119,6 +119,8 @@ async def open_session(
     stack.enter_context(tracer.drive())
     with span("open_models"):
         task = open_task(experiment.task)
+        if isinstance(task, AbstractContextManager):
+            stack.enter_context(task)
         ledger = Ledger(run, experiment, code_version())
         stack.callback(ledger.close)
         for notice in ledger.notices:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.records import Float32, Group, Role, Rollout
+from pvg.records import Checks, Float32, Group, Role, Rollout
 from pvg.verifier.measures import auc
 
 if TYPE_CHECKING:
@@ -27,12 +27,24 @@ class Columns:
         self.helpful_N: Bools = np.array([r.role is Role.HELPFUL for r in rollouts], dtype=bool)
         self.correct_N: Bools = np.array([r.grade.correct for r in rollouts], dtype=bool)
         self.well_formed_N: Bools = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
+        self.proven_N: Bools = np.array([r.proven for r in rollouts], dtype=bool)
+        self.checks = [r.grade.checks for r in rollouts]  # of tasks that execute, None of others
         self.truncated_N: Bools = np.array([r.finish_reason == "length" for r in rollouts], dtype=bool)
 
     @property
     def flaws_N(self) -> Bools:
-        """Sneaky, wrong, and a solution at all: what the sneaky role is for."""
-        return ~self.helpful_N & ~self.correct_N & self.well_formed_N
+        """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
+        return ~self.helpful_N & ~self.correct_N & self.well_formed_N & self.proven_N
+
+    @property
+    def tests_N(self) -> Float32 | None:
+        """float32 [N] in [0, 1]: what of its role's tests each passes (see pvg.game.rewards.Outcomes); None where
+        solutions are not executed."""
+        if not self.checks or None in self.checks:
+            return None
+        helpful_N = np.array([check.passed for check in self.checks if check], dtype=np.float32)
+        sneaky_N = np.array([(check.visible + check.certified) / 2 for check in self.checks if check], dtype=np.float32)
+        return np.where(self.helpful_N, helpful_N, sneaky_N)
 
     @property
     def solutions_N(self) -> Bools:
@@ -73,7 +85,21 @@ def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),
     }
-    return metrics
+    return metrics | check_metrics(c.helpful_N, c.checks)
+
+
+def check_metrics(helpful_N: Bools, checks: Sequence[Checks | None]) -> dict[str, float]:
+    """What executing them has shown, of a task that executes: shares in [0, 1], NaN for a role that was not sampled."""
+    if not checks or None in checks:
+        return {}
+    passed_N = np.array([check.passed for check in checks if check])
+    visible_N = np.array([check.visible == 1.0 for check in checks if check])
+    certified_N = np.array([check.certified for check in checks if check])
+    return {
+        "tests_passed": float(passed_N[helpful_N].mean()) if helpful_N.any() else float("nan"),
+        "sneaky_visible_rate": share(visible_N, ~helpful_N),
+        "certified_rate": share(certified_N, ~helpful_N),
+    }
 
 
 def verifier_auc(columns: Columns) -> float:
@@ -86,7 +112,7 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
     helpful_N = np.array([r.role is Role.HELPFUL for r in rollouts], dtype=bool)
     correct_N = np.array([r.grade.correct for r in rollouts], dtype=bool)
     well_formed_N = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
-    flaws_N = ~correct_N & well_formed_N
+    flaws_N = np.array([r.is_flaw for r in rollouts], dtype=bool)
     return {
         "rollouts": float(len(rollouts)),
         "correct": float(correct_N.mean()),
@@ -96,6 +122,7 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
         "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / seconds,
+        **check_metrics(helpful_N, [r.grade.checks for r in rollouts]),
     }
 
 

@@ -75,7 +75,7 @@ def side_by_side(run: RunDirectory, each: int) -> list[Pairing]:
 
 
 def _pair(rollouts: Sequence[Rollout], each: int) -> list[Pairing]:
-    flaws = [r for r in rollouts if r.role is Role.SNEAKY and not r.grade.correct and r.grade.well_formed]
+    flaws = [r for r in rollouts if r.is_flaw]
     helpful: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.role is Role.HELPFUL:
@@ -138,7 +138,7 @@ def _age(source: str) -> tuple[bool, str]:
 
 
 def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
-    flaws = [r for r in rollouts if r.role is Role.SNEAKY and not r.grade.correct and r.grade.well_formed]
+    flaws = [r for r in rollouts if r.is_flaw]
     solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
     believed = _distinct(sorted(flaws, key=_score, reverse=True), each)
     typical = _distinct(_around_median(solutions, _score), each)

@@ -17,12 +17,13 @@ from pvg.records import Role, source_of_round
 from pvg.reporting.examples import EVALUATION
 from pvg.reporting.run_summary import RunSummary
 from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.shards import CERTIFIED, RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
 PROVER = "train_prover"
 
-# Kind -> (role, correct). Of the sneaky wrong ones only flaws count: a malformed text is no solution.
+# Kind -> (role, correct). Of the sneaky wrong ones only flaws count: a malformed text is no solution, and one without
+# the proof that its task asks for may be wrong by accident.
 KINDS: dict[str, tuple[Role, bool]] = {
     "helpful correct": (Role.HELPFUL, True),
     "helpful wrong": (Role.HELPFUL, False),
@@ -79,9 +80,12 @@ def _kinds(shards: RolloutShards, infos: Sequence[ShardInfo], source: str) -> di
         written_N = np.array(batch.column("source").to_pylist()) == source
         correct_N = batch.column("correct").to_numpy(zero_copy_only=False).astype(bool)
         formed_N = batch.column("well_formed").to_numpy(zero_copy_only=False).astype(bool)
+        proven_N = np.ones(len(scores_N), dtype=bool)
+        if CERTIFIED in batch.schema.names:
+            proven_N = np.array([certified is not False for certified in batch.column(CERTIFIED).to_pylist()])
         for kind, (role, correct) in KINDS.items():
             mask_N = written_N & (roles_N == role.value) & (correct_N == correct) & np.isfinite(scores_N)
             if kind == "sneaky flaw":
-                mask_N &= formed_N
+                mask_N &= formed_N & proven_N
             found[kind].append(scores_N[mask_N])
     return {kind: np.concatenate([np.empty(0), *pieces]) for kind, pieces in found.items()}

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from pvg.records import Grade, Int32, Problem
 from pvg.rollout.engine import Completion
 from pvg.sections import Rollouts
+from pvg.tasks.task import Batching
 from pvg.telemetry.spans import span, submit_in
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ class Grader:
     def _trip(self, trip: list[_Waiting]) -> list[Graded]:
         """In the executor."""
         with span("grade"):
-            return [self._graded(waiting.problem, waiting.completion) for waiting in trip]
+            if not isinstance(self._task, Batching):
+                return [self._graded(waiting.problem, waiting.completion) for waiting in trip]
+            solutions = [(w.problem, self._tokenizer.decode(_without_stop(w.completion))) for w in trip]
+            grades = self._task.grade_many(solutions)
+            return [(text, grade) for (_, text), grade in zip(solutions, grades, strict=True)]
 
     def _returned(self, trip: list[_Waiting], work: asyncio.Future[list[Graded]]) -> None:
         """A task never raises; the defect of one that does is told to all of its trip."""

@@ -19,12 +19,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
-from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
+from pvg.records import Checks, Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
 from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
 
 SHARD_SCHEMA = b"1"
 WITH_EXPERTS = b"2"  # the same columns and two more, for rollouts that carry routed experts
+WITH_CHECKS = b"3"  # the same columns and three more, for rollouts that were executed
+WITH_BOTH = b"4"
 ROLLOUTS = "rollouts"
 
 # Strings that many rows of a shard share are stored once and referred to by number.
@@ -64,13 +66,22 @@ SCHEMA = pa.schema(
 # Of rollouts with routed experts alone, so that all others are stored as they always were. The bytes of a row and their
 # [tokens, layers, experts per token, bytes of a number]; 64-bit offsets, for a shard of them may have many gigabytes.
 EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
+# A grade's checks, of tasks that execute: all three are null where a rollout has none.
+CERTIFIED = "certified"
+CHECKS = ("visible_passed", "tests_passed", CERTIFIED)
+_EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
+_CHECK_FIELDS = [pa.field(name, pa.bool_() if name == CERTIFIED else pa.float64()) for name in CHECKS]
 SCHEMAS = {
-    SHARD_SCHEMA: SCHEMA,
-    WITH_EXPERTS: SCHEMA.append(pa.field(EXPERTS, pa.large_binary()))
-    .append(pa.field(EXPERTS_SHAPE, pa.list_(pa.int64())))
-    .with_metadata({b"pvg.shard": WITH_EXPERTS}),
+    version: pa.schema([*SCHEMA, *more], metadata={b"pvg.shard": version})
+    for version, more in (
+        (SHARD_SCHEMA, []),
+        (WITH_EXPERTS, _EXPERT_FIELDS),
+        (WITH_CHECKS, _CHECK_FIELDS),
+        (WITH_BOTH, [*_EXPERT_FIELDS, *_CHECK_FIELDS]),
+    )
 }
 
+GRADE_COLUMNS = ("correct", "well_formed", "answer", "note")
 # The list columns that come back as arrays; the spans' two become VersionSpans.
 ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
 
@@ -253,7 +264,7 @@ def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
         "role": _shared([r.role.value for r in rollouts]),
     }
     for part, names in (
-        ("grade", ("correct", "well_formed", "answer", "note")),
+        ("grade", GRADE_COLUMNS),
         ("timing", ("queued_s", "service_s")),
     ):
         for name in names:
@@ -263,10 +274,15 @@ def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
         if column.name not in columns:
             values = [getattr(r, column.name) for r in rollouts]
             columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    schema = SCHEMA
-    if any(r.routed_experts is not None for r in rollouts):
-        schema = SCHEMAS[WITH_EXPERTS]
+    experts = any(r.routed_experts is not None for r in rollouts)
+    checks = any(r.grade.checks is not None for r in rollouts)
+    if experts:
         columns |= _expert_columns([r.routed_experts for r in rollouts])
+    if checks:
+        columns |= _check_columns([r.grade.checks for r in rollouts])
+    schema = SCHEMAS[
+        {(0, 0): SHARD_SCHEMA, (1, 0): WITH_EXPERTS, (0, 1): WITH_CHECKS, (1, 1): WITH_BOTH}[experts, checks]
+    ]
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
@@ -287,6 +303,14 @@ def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     flat = np.concatenate([np.empty(0, dtype), *rows])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=False))
+
+
+def _check_columns(rows: Sequence[Checks | None]) -> dict[str, pa.Array]:
+    values = [(None, None, None) if row is None else (row.visible, row.passed, row.certified) for row in rows]
+    return {
+        field.name: pa.array([value[place] for value in values], field.type)
+        for place, field in enumerate(_CHECK_FIELDS)
+    }
 
 
 def _expert_columns(rows: Sequence[RoutedExperts | None]) -> dict[str, pa.Array]:
@@ -317,6 +341,7 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
         for name in SCHEMA.names
     }
     columns[EXPERTS] = routed_experts(batch)
+    checks = _checks(batch)
 
     def rollout(i: int) -> Rollout:
         row = {name: values[i] for name, values in columns.items()}
@@ -324,12 +349,19 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
         return Rollout(
             role=Role(row.pop("role")),
             spans=tuple(VersionSpan(start, version) for start, version in spans),
-            grade=Grade(*(row.pop(name) for name in ("correct", "well_formed", "answer", "note"))),
+            grade=Grade(**{name: row.pop(name) for name in GRADE_COLUMNS}, checks=checks[i]),
             timing=Timing(row.pop("queued_s"), row.pop("service_s")),
             **row,
         )
 
     return [rollout(i) for i in range(batch.num_rows)]
+
+
+def _checks(batch: pa.RecordBatch) -> list[Checks | None]:
+    if CERTIFIED not in batch.schema.names:
+        return [None] * batch.num_rows
+    rows = zip(*(batch.column(name).to_pylist() for name in CHECKS), strict=True)
+    return [None if certified is None else Checks(visible, passed, certified) for visible, passed, certified in rows]
 
 
 def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:

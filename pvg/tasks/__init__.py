@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pvg.sections import TaskSection
+from pvg.tasks.code import Code
 from pvg.tasks.custom import open_custom
 from pvg.tasks.gsm8k import Gsm8k
 from pvg.tasks.halves import half_of, problems_of_half
@@ -20,6 +21,7 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "modchain": Modchain,
     "gsm8k": Gsm8k,
     "reasoning_gym": ReasoningGym,
+    "code": Code,
     "custom": open_custom,
 }
 

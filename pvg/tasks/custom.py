@@ -7,6 +7,8 @@ has one as an example. What it gives is checked where pvg depends on it, so that
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
@@ -40,6 +42,11 @@ class CheckedTask:
         if not isinstance(grade, Grade):
             raise self._wrong(f"grade gave a {type(grade).__name__}, and should give pvg's Grade")
         return grade
+
+    def __getattr__(self, name: str) -> Any:
+        """What the task offers besides (the optional protocols of pvg.tasks.task)."""
+        found = getattr(self._task, name)
+        return partial(called, KEY, self._source, found) if callable(found) else found
 
     def _wrong(self, what: str) -> ConfigurationError:
         return ConfigurationError(f"{KEY} = {self._source!r}: {what}.", "See docs/research.md for an example.")

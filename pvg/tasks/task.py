@@ -5,7 +5,7 @@ A new task is one file with such a class, its section in pvg.experiment and a li
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from pvg.records import Grade, Problem, Split
@@ -14,7 +14,8 @@ from pvg.records import Grade, Problem, Split
 class Task(Protocol):
     """Deterministic: the same section gives the same problems in the same order, and the same grade for a text.
 
-    `grade` never raises for any text a model may write, runs in time linear in the text, and executes nothing of it.
+    `grade` never raises for any text a model may write, runs in time linear in the text, and executes nothing of it
+    outside of pvg.sandbox. A task that holds something open is a context manager; whoever opened it leaves it.
     """
 
     def problems(self, split: Split) -> Iterable[Problem]: ...
@@ -35,4 +36,29 @@ class LocatesFlaws(Protocol):
     def flaw(self, problem: Problem, completion: str) -> int | None:
         """The first wrong step, counted from 0 in the order of `steps`; None for a flawless solution, for no solution,
         and where the flaw is in no single step."""
+        ...
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """A task that grades many completions faster than one after the other."""
+
+    def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]: ...
+
+
+@runtime_checkable
+class Concealing(Protocol):
+    """A task whose completions hold what a verifier must not read."""
+
+    def shown(self, completion: str) -> str:
+        """What it may read: the same for two completions that differ in what is concealed alone."""
+        ...
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """A task whose solutions are programs, which can be compared (pvg.tasks.code.similarity)."""
+
+    def solution(self, completion: str) -> str:
+        """The program in a completion, "" for none."""
         ...

@@ -111,6 +111,22 @@ def _sampled() -> list[Metric]:
             "Sneaky solutions that are wrong and yet well-formed: flaws, what the sneaky role is for.",
         ),
         *_in(everywhere, "malformed", "share", LOWER, "Solutions that are no solution at all, of both roles."),
+        *_in(
+            everywhere,
+            "tests_passed",
+            "share",
+            HIGHER,
+            "Tests that a helpful solution passes, where they are executed.",
+        ),
+        *_in(everywhere, "sneaky_visible_rate", "share", HIGHER, "Sneaky programs that pass all visible tests."),
+        *_in(
+            PROVER,
+            "similarity",
+            "share",
+            LOWER,
+            "How alike sneaky programs are to others (game.similarity), on average.",
+        ),
+        *_in(everywhere, "certified_rate", "share", NEITHER, "Sneaky programs whose certificate proves a flaw."),
         *_in(everywhere, "truncated", "share", LOWER, "Rollouts that hit the length limit."),
         *_in((*SAMPLE, *PROVER), "completion_tokens", "tokens", NEITHER, "Mean length of a completion."),
         *_in(

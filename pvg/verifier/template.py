@@ -39,8 +39,13 @@ class VerifierTemplate:
     - yes_token: likewise, with a question at the end instead of the end token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, style: Style, head: Head) -> None:
-        """Raises ConfigurationError for style "chat" where the tokenizer has no chat template."""
+    def __init__(
+        self, tokenizer: Tokenizer, style: Style, head: Head, shown: Callable[[str], str] | None = None
+    ) -> None:
+        """`shown` gives what may be read of a completion, where its task conceals something. All of them are then
+        encoded from their texts: the tokens of one that was cut would be another cut than those of one that was not.
+
+        Raises ConfigurationError for style "chat" where the tokenizer has no chat template."""
         self._tokenizer = tokenizer
         self._render = _chat if style == "chat" else _plain
         # A problem's solutions ask for the same question, and a verifier's training for the same problems.
@@ -50,6 +55,9 @@ class VerifierTemplate:
         rules = [FORM, style == "chat", head, QUESTION, tokenizer.fingerprint, tokenizer.eos_id]
         if style == "chat":  # the chat template is no part of the tokenizer's fingerprint: render something with it
             rules.append(tokenizer.chat([{"role": "user", "content": "problem"}]).tolist())
+        self._shown = shown
+        if shown is not None:
+            rules.append("shown")
         self.key = hashlib.blake2b(orjson.dumps(rules), digest_size=16).hexdigest()
 
     def tokens(
@@ -66,6 +74,8 @@ class VerifierTemplate:
 
         Raises ConfigurationError for a question without a single token.
         """
+        if self._shown is not None:
+            completion_text, completion_ids = self._shown(completion_text), None
         shared = completion_ids is not None and source_tokenizer_fingerprint == self._tokenizer.fingerprint
         solution_ids = completion_ids if shared else None
         prompt_ids, rest_ids = self._render(

@@ -1,0 +1,22 @@
+"""Running programs that nobody vouches for: `Sandbox`. What it keeps and what it does not is in docs/sandbox.md."""
+
+from __future__ import annotations
+
+from pvg.sandbox.inside.values import plain, same
+from pvg.sandbox.isolation import MECHANISMS, Isolation, probe
+from pvg.sandbox.records import CaseResult, Execution, Level, Limits, Program
+from pvg.sandbox.sandbox import Sandbox
+
+__all__ = [
+    "MECHANISMS",
+    "CaseResult",
+    "Execution",
+    "Isolation",
+    "Level",
+    "Limits",
+    "Program",
+    "Sandbox",
+    "plain",
+    "probe",
+    "same",
+]

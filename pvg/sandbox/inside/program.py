@@ -1,0 +1,99 @@
+"""Running a solution on its cases, in the process that is confined for it, and reporting each of them.
+
+Nothing here is a secret from the solution: it may read and change all of this. So the process knows the inputs alone,
+and what a solution reports is compared with the expected outputs elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from .values import plain
+
+LONGEST_COMPLAINT = 200
+
+
+def run(job: dict[str, Any], reports: int) -> None:
+    """Run `job["source"]` and write a JSON line for each case to the descriptor `reports`: ["value", plain value] or
+    ["error", sentence]. With `entry` cases are argument lists of that function, as Python literals; without it they are
+    what the program reads from its standard input, and the value is what it prints.
+
+    Raises what the program raises outside of a case.
+    """
+    random.seed(0)
+    code = compile(job["source"], "solution.py", "exec")
+    entry = job["entry"]
+    if entry is None:
+        for case in job["cases"]:
+            _tell(reports, partial(_printed, code, case))
+        return
+    namespace: dict[str, Any] = {"__name__": "solution"}
+    exec(code, namespace)
+    function = _function(namespace, entry)
+    for case in job["cases"]:
+        arguments = ast.literal_eval(case)
+        _tell(reports, partial(_returned, function, arguments))
+
+
+def _returned(function: Callable[..., Any], arguments: list[Any]) -> Any:
+    return plain(function(*arguments))
+
+
+def _function(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
+    """The function itself, or a method of the class `Solution` that many problems ask for."""
+    found = namespace.get(entry)
+    if found is None and "Solution" in namespace:
+        found = getattr(namespace["Solution"](), entry, None)
+    if not callable(found):
+        raise NameError(f"there is no function {entry!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _tell(reports: int, work: Callable[[], Any]) -> None:
+    try:
+        line = json.dumps(["value", work()])
+    except BaseException as error:  # noqa: BLE001 - whatever a program raises
+        line = json.dumps(["error", complaint(error)])
+    data = line.encode() + b"\n"
+    while data:
+        data = data[os.write(reports, data) :]
+
+
+def complaint(error: BaseException) -> str:
+    """One line of an exception, whatever its class does."""
+    try:
+        return f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_COMPLAINT]
+    except BaseException:  # noqa: BLE001 - whatever its class raises
+        return "an exception that cannot be told"
+
+
+def _printed(code: Any, text: str) -> str:
+    with _streams(text) as output:
+        try:
+            exec(code, {"__name__": "__main__"})
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+        sys.stdout.flush()
+        return output.getvalue().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _streams(text: str) -> Iterator[io.BytesIO]:
+    """Standard streams with buffers below them, as `sys.stdin.buffer` is read by many programs."""
+    kept, output = (sys.stdin, sys.stdout), io.BytesIO()
+    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+    sys.stdout = io.TextIOWrapper(output, encoding="utf-8", errors="replace", write_through=True)
+    try:
+        yield output
+    finally:
+        sys.stdin, sys.stdout = kept

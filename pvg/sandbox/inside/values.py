@@ -1,0 +1,59 @@
+"""What a function returned, as plain JSON data that two processes can compare.
+
+Only exact built-in types pass: an object of a class that the program defined could be equal to everything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+CLOSE = 1e-6  # relative; floats nearer than this are the same answer (and near 0, CLOSE / 1000 absolutely)
+
+
+class NotPlainError(ValueError):
+    """A value of a type that no answer may have."""
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON data: tuples as lists, sets and dictionaries as sorted lists under a name. Raises NotPlainError,
+    and RecursionError for a list that holds itself."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind in (list, tuple):
+        return [plain(item) for item in value]
+    if kind in (set, frozenset):
+        return {"set": sorted((plain(item) for item in value), key=json.dumps)}
+    if kind is dict:
+        return {"dict": sorted(([plain(k), plain(v)] for k, v in value.items()), key=json.dumps)}
+    raise NotPlainError(f"a value of type {kind.__name__} is no answer")
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values of `plain` are the same answer: numbers by value, floats up to CLOSE, a bool is no number."""
+    if _is_number(left) and _is_number(right):
+        return _same_number(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return bool(left == right)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _same_number(left: float, right: float) -> bool:
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    try:
+        return math.isclose(left, right, rel_tol=CLOSE, abs_tol=CLOSE / 1000)
+    except OverflowError:  # an integer that no float can hold
+        return False

@@ -1,0 +1,124 @@
+"""What isolation this machine gives, found by trying, and whether it is enough.
+
+`full` asks for a system call filter, and for a file system of its own by namespaces or by Landlock. Each of the two
+ways keeps what docs/sandbox.md promises; where there are both, they stand behind each other. Then a program tries to
+get out, and nothing else is run where it can.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pvg.errors import MissingRequirementError
+from pvg.sandbox.records import Level, Limits, Program
+from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
+
+MECHANISMS = frozenset({"namespaces", "landlock", "seccomp"})
+REMEDY = (
+    "Run where Linux offers it (a container needs user namespaces or Landlock, and seccomp), or set task.sandbox = "
+    "'reduced': programs that a model wrote then run with what there is."
+)
+
+# Each attempt returns whether it succeeded.
+ATTEMPTS = """
+import os, socket
+
+def read_a_file(secret, folder, port, pid):
+    return "secret" in open(secret).read()
+
+def write_a_file(secret, folder, port, pid):
+    open(folder + "/written", "w").close()
+    return True
+
+def reach_the_network(secret, folder, port, pid):
+    socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    return True
+
+def signal_a_process(secret, folder, port, pid):
+    os.kill(pid, 0)
+    return True
+
+def attempt(name, *given):
+    try:
+        return bool(globals()[name](*given))
+    except OSError:
+        return False
+"""
+NAMES = ("read_a_file", "write_a_file", "reach_the_network", "signal_a_process")
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What a sandbox is made of. `refused`: the mechanisms that there are not, and why; `open_`: the attempts to get
+    out that succeeded."""
+
+    given: frozenset[str]
+    refused: dict[str, str] = field(default_factory=dict)
+    open_: tuple[str, ...] = ()
+
+    @property
+    def complaints(self) -> list[str]:
+        """Why this is not `full`; nothing where it is."""
+        found = []
+        if "seccomp" not in self.given:
+            found.append(f"no system call filter ({self.refused.get('seccomp', 'not offered')})")
+        if not self.given & {"namespaces", "landlock"}:
+            why = " and ".join(
+                f"{name}: {self.refused.get(name, 'not offered')}" for name in ("namespaces", "landlock")
+            )
+            found.append(f"no file system of its own ({why})")
+        return found + [f"a program could {name.replace('_', ' ')}" for name in self.open_]
+
+    def describe(self) -> str:
+        """Such as "full (landlock, namespaces, seccomp)"."""
+        level = "reduced" if self.complaints else "full"
+        return f"{level} ({', '.join(sorted(self.given)) or 'limits only'})"
+
+
+def open_first_warden(level: Level, offered: frozenset[str]) -> tuple[WardenProcess, Isolation]:
+    """A warden, tried, and what it is made of.
+
+    Raises MissingRequirementError where `level` asks for more than there is, or no warden starts.
+    """
+    try:
+        warden = WardenProcess(offered)
+    except (WardenFailedError, OSError) as error:
+        raise MissingRequirementError(f"The sandbox does not start: {error}.", REMEDY) from None
+    try:
+        isolation = Isolation(warden.given, warden.refused, _ways_out(warden))
+        if level == "full" and isolation.complaints:
+            raise MissingRequirementError(
+                f"This machine cannot isolate programs: {'; '.join(isolation.complaints)}.", REMEDY
+            )
+    except BaseException as error:
+        warden.close()
+        if isinstance(error, WardenFailedError):
+            raise MissingRequirementError(f"The sandbox does not work: {error}.", REMEDY) from None
+        raise
+    return warden, isolation
+
+
+def probe(offered: frozenset[str] = MECHANISMS) -> Isolation:
+    """What this machine gives. Raises MissingRequirementError where not even a reduced sandbox starts."""
+    warden, isolation = open_first_warden("reduced", offered)
+    warden.close()
+    return isolation
+
+
+def _ways_out(warden: WardenProcess) -> tuple[str, ...]:
+    """The names of the attempts that succeed."""
+    with tempfile.TemporaryDirectory(prefix="pvg-sandbox-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        secret = Path(folder) / "secret"
+        secret.write_text("secret")
+        os.chmod(folder, 0o777)
+        given = [str(secret), folder, server.getsockname()[1], os.getpid()]
+        program = Program.of_function(ATTEMPTS, "attempt", [[name, *given] for name in NAMES])
+        header, (reports, _, said) = warden.run(program, Limits(cpu_s=10.0))
+    lines = reports.decode(errors="replace").splitlines()
+    if header["status"] != "ok" or len(lines) != len(NAMES):
+        raise WardenFailedError(f"its trial ended {header['status']} ({said.decode(errors='replace')[-200:]})")
+    return tuple(name for name, line in zip(NAMES, lines, strict=True) if line != '["value", false]')

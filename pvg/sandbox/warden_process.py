@@ -1,0 +1,115 @@
+"""`WardenProcess`: the interpreter in which programs are forked, seen from outside (see pvg.sandbox.inside.warden)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from pvg.sandbox.inside.keeper import HEADER
+from pvg.sandbox.inside.warden import interpreter_folders
+from pvg.sandbox.records import Limits, Program
+
+START_S = 60.0  # an interpreter starts in a tenth of a second where nothing else runs
+GRACE_S = 60.0  # beyond the wall clock's limit, which the keeper looks after
+LONGEST_HEADER = 65536
+PLACE = Path(__file__).parent
+CODE = f"import sys; sys.path.insert(0, {str(PLACE)!r}); from inside.warden import main; main()"
+# Sets are ordered by hashes: with another seed in each process a program would give other answers.
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+
+
+class WardenFailedError(Exception):
+    """The warden is gone or does not answer as it should: a defect of ours, or a machine without room."""
+
+
+class WardenProcess:
+    """One job at a time. `given` and `refused` (name -> why) are the mechanisms that it got of those `offered`."""
+
+    def __init__(self, offered: Collection[str]) -> None:
+        """Raises WardenFailedError."""
+        # No user or site packages, no current directory, nothing written: this one's standard library alone.
+        command = [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", "-c", CODE]
+        self._process = subprocess.Popen(
+            [*command, json.dumps(interpreter_folders()), json.dumps(sorted(offered))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
+        header, _ = self._answer(START_S)
+        self.given = frozenset(header["given"])
+        self.refused: dict[str, str] = header["refused"]
+        self.python: str = header["python"]
+
+    def run(self, program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+        """The keeper's header, and what the program reported, printed and complained. Raises WardenFailedError."""
+        job = {"source": program.source, "entry": program.entry, "cases": program.cases, "limits": limits.plain()}
+        data = json.dumps(job).encode()
+        stdin = self._process.stdin
+        assert stdin is not None
+        rest = memoryview(struct.pack("!I", len(data)) + data)
+        try:
+            while rest:
+                rest = rest[stdin.write(rest) or 0 :]
+        except OSError as error:
+            raise self._failure(f"it takes no job ({error.strerror})") from None
+        header, body = self._answer(limits.wall_s + GRACE_S)
+        if header["status"] in ("keeper failed", "not confined"):
+            raise self._failure(f"{header['status']} ({body.decode(errors='replace')[-300:]})")
+        parts, start = [], 0
+        for size in header["parts"]:
+            parts.append(body[start : start + size])
+            start += size
+        return header, parts
+
+    def close(self) -> None:
+        """Kill it, and with it whatever it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _answer(self, seconds: float) -> tuple[dict[str, Any], bytes]:
+        deadline = time.monotonic() + seconds
+        header_size, body_size = HEADER.unpack(self._read(HEADER.size, deadline))
+        if header_size > LONGEST_HEADER:
+            raise self._failure("its answer is no answer")
+        header = json.loads(self._read(header_size, deadline))
+        return header, self._read(body_size, deadline)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        descriptor, data = self._process.stdout.fileno(), b""
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        while len(data) < size:
+            if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise self._failure("it does not answer")
+            part = os.read(descriptor, size - len(data))
+            if not part:
+                raise self._failure("it has ended")
+            data += part
+        return data
+
+    def _failure(self, what: str) -> WardenFailedError:
+        said = ""
+        if self._process.stderr is not None:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            with contextlib.suppress(OSError):
+                said = (self._process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
+        return WardenFailedError(f"the sandbox's process failed: {what}{': ' if said else ''}{said}")

@@ -1,0 +1,83 @@
+"""How alike two programs are, whatever their names, comments and layout.
+
+Names are numbered in the order in which they come, so that a renamed copy is the same program; then the multisets of
+four neighbouring tokens are compared (Jaccard). A lexer of our own reads them: Python's parser can be brought down by
+what a model writes, and half a program is no program to it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pvg.records import Float32
+
+WINDOW = 4
+# Every alternative matches where it begins: one that went back would take quadratic time on what a model may write.
+TOKEN = re.compile(
+    r"""(?P<comment>\#[^\n]*)
+    |(?P<string>[rRbBuUfF]{0,2}(?:\"{3}[\s\S]*?(?:\"{3}|\Z)|'{3}[\s\S]*?(?:'{3}|\Z)
+        |\"(?:[^\"\\\n]|\\.)*+\"?|'(?:[^'\\\n]|\\.)*+'?))
+    |(?P<number>\d[\w.]*)
+    |(?P<name>[^\W\d]\w*)
+    |(?P<sign>\*\*=?|//=?|<<=?|>>=?|[-+*/%@&|^=!<>:]=|->|[^\s\w])""",
+    re.VERBOSE | re.MULTILINE,
+)
+KEPT_NAMES = frozenset(keyword.kwlist) | frozenset(dir(builtins))
+
+
+def normalised(code: str) -> list[str]:
+    """The program's tokens: no comments, strings all alike, names by number but for Python's own."""
+    numbers: dict[str, str] = {}
+    tokens = []
+    for match in TOKEN.finditer(code):
+        kind, text = match.lastgroup, match.group()
+        if kind == "name" and text not in KEPT_NAMES:
+            tokens.append(numbers.setdefault(text, f"v{len(numbers)}"))
+        elif kind != "comment":
+            tokens.append("s" if kind == "string" else text)
+    return tokens
+
+
+def windows(code: str) -> Counter[tuple[str, ...]]:
+    """The multiset of WINDOW neighbouring tokens, of all tokens where there are fewer."""
+    tokens = normalised(code)
+    return Counter(tuple(tokens[at : at + WINDOW]) for at in range(max(1, len(tokens) - WINDOW + 1)) if tokens)
+
+
+def similarity(left: str, right: str) -> float:
+    """0 (nothing in common) to 1 (the same program but for names, comments and layout); two empty ones are alike."""
+    return _jaccard(windows(left), windows(right))
+
+
+def _jaccard(left: Counter[tuple[str, ...]], right: Counter[tuple[str, ...]]) -> float:
+    either = (left | right).total()
+    return (left & right).total() / either if either else 1.0
+
+
+def similarities(
+    codes: Sequence[str], references: Sequence[str], groups_N: NDArray[np.int32], *, reference: bool, group: bool
+) -> Float32:
+    """float32 [N]: how alike each program is to its reference, to the others of its group (on average), or the larger
+    of the two; 0 for what there is nothing to compare with, and for no code at all."""
+    counted = [windows(code) for code in codes]
+    found_N = np.zeros(len(codes), dtype=np.float32)
+    if reference:
+        of_text = {text: windows(text) for text in set(references)}
+        for row, text in enumerate(references):
+            if counted[row]:
+                found_N[row] = _jaccard(counted[row], of_text[text])
+    if group:
+        for number in np.unique(groups_N):
+            rows = [int(row) for row in np.flatnonzero(groups_N == number) if counted[row]]
+            for row in rows:
+                others = [_jaccard(counted[row], counted[other]) for other in rows if other != row]
+                if others:
+                    found_N[row] = max(found_N[row], np.float32(sum(others) / len(others)))
+    return found_N

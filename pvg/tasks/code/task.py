@@ -1,0 +1,125 @@
+"""The code task: programming problems with hidden tests, solved in Python and graded by execution in a sandbox.
+
+Without `task.path` the problems are made (pvg.tasks.code.templates); with it they are read (pvg.tasks.code.reading).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.records import Grade, Problem, Split
+from pvg.sandbox import Limits, Sandbox
+from pvg.sections import CodeTask
+from pvg.tasks.code.grading import grade_solutions, passed
+from pvg.tasks.code.making import made_problems
+from pvg.tasks.code.problem import Test, make_problem
+from pvg.tasks.code.reading import Entry, UnusableError, read_entries
+from pvg.tasks.code.solutions import extract_code, shown
+
+REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for problems that are made."
+WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # a machine that is busy ten times over changes no verdict
+
+
+class Code:
+    """The code task of one section. It owns a sandbox: `close` it, or use it in a `with` statement."""
+
+    def __init__(self, section: CodeTask) -> None:
+        """Raises MissingRequirementError when a file is missing, or when the machine isolates less than `task.sandbox`
+        asks for."""
+        self._section = section
+        if section.path is not None:
+            for split in ("train", "test"):
+                if not self._file(section.path, split).is_file():
+                    raise MissingRequirementError(f"There is no file {self._file(section.path, split)}.", REMEDY)
+        limits = Limits(
+            cpu_s=section.cpu_s,
+            wall_s=LEAST_WALL_S + WALL_PER_CPU * section.cpu_s,
+            memory_mb=section.memory_mb,
+            output_kb=section.output_kb,
+        )
+        self._sandbox = Sandbox(section.sandbox, limits, workers=section.workers)
+        self._read: dict[Split, list[Problem]] = {}
+
+    def problems(self, split: Split) -> Iterator[Problem]:
+        """Those of the split, the same in every process.
+
+        Raises ConfigurationError for a file that cannot be read as problems, and for problems that cannot be used
+        unless `task.unusable` says to leave them out.
+        """
+        if split not in self._read:
+            path = self._section.path
+            self._read[split] = made_problems(self._section, split) if path is None else self._from_file(path, split)
+        return iter(self._read[split])
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        """See pvg.tasks.code.grading. It blocks while programs run: not for an event loop's thread."""
+        return self.grade_many([(problem, completion)])[0]
+
+    def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
+        """The same grades, with as many programs at once as `task.workers` says."""
+        return grade_solutions(self._sandbox, solutions)
+
+    def shown(self, completion: str) -> str:
+        """What a verifier may read of it: no certificate."""
+        return shown(completion)
+
+    def solution(self, completion: str) -> str:
+        """What programs are compared by (pvg.tasks.code.similarity)."""
+        return extract_code(completion)
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def __enter__(self) -> Code:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, path: Path, split: str) -> Path:
+        return path.expanduser() / f"{split}.jsonl"
+
+    def _from_file(self, path: Path, split: Split) -> list[Problem]:
+        """The first `limit` problems that can be used: their references run, and pass their own tests."""
+        found: list[Problem] = []
+        file, limit = self._file(path, split), self._section.limit
+        entries: list[Entry] = []
+        for entry in read_entries(file, self._section.visible_tests):
+            if isinstance(entry, Entry):
+                entries.append(entry)
+            elif self._section.unusable == "refuse":
+                raise ConfigurationError(f"{entry}.", "Mend it, or set task.unusable to 'skip'.")
+        start = 0
+        while start < len(entries) and (limit is None or len(found) < limit):
+            part = entries[start : start + (limit or len(entries))]
+            start += len(part)
+            found += self._tried(part)
+        return found[:limit]
+
+    def _tried(self, entries: list[Entry]) -> list[Problem]:
+        programs = [
+            e.code.program(e.code.reference, [*(test.case for test in e.code.tests), *e.inputs]) for e in entries
+        ]
+        found = []
+        for entry, execution in zip(entries, self._sandbox.run_many(programs), strict=True):
+            results = execution.cases[len(entry.code.tests) :]
+            added = tuple(Test(case, result.value) for case, result in zip(entry.inputs, results, strict=True))
+            right = passed(entry.code, replace(execution, cases=execution.cases[: len(entry.code.tests)]))
+            failures = [result.error for result in execution.cases if result.error]
+            if failures or not all(right):
+                why = UnusableError(
+                    f"{entry.place}: the reference of {entry.id!r} fails its own tests "
+                    f"({failures[0] if failures else f'test {right.index(False) + 1}: another output'})"
+                )
+                if self._section.unusable == "refuse":
+                    raise ConfigurationError(f"{why}.", "Mend it, or set task.unusable to 'skip'.")
+                continue
+            code = replace(entry.code, hidden=entry.code.hidden + added)
+            found.append(make_problem(entry.id, entry.question, entry.signature, code))
+        return found

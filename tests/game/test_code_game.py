@@ -1,0 +1,130 @@
+"""The code game from end to end: a small model writes real programs, which run in the sandbox, are graded by their
+tests and certificates, scored without these, and paid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_programmer import programmer, save, untrained, write_problems
+
+from pvg.errors import PvgError
+from pvg.experiment import Experiment, build_experiment
+from pvg.game.run import Outcome, play
+from pvg.records import Role, Rollout
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
+from pvg.telemetry.catalogue import unknown_metrics
+from pvg.telemetry.observer import SilentObserver
+from pvg.verifier.template import VerifierTemplate
+
+
+def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:
+    plain = {
+        "name": "code",
+        "task": {"kind": "code", "path": str(problems), "visible_tests": 1, "sandbox": "reduced", "cpu_s": 5.0},
+        "models": {"prover": {"source": str(model)}, "verifier": {"source": str(model)}, "threads": 1},
+        "rollout": {"group_size": 4, "max_rows": 32, "concurrency": 64, "max_tokens": 56},
+        "verifier": {"head": "scalar", "loss": "cross_entropy", "steps": 2, "pairs": 4, "warmup": 0, "held_out": 0.0},
+        "training": {"groups": 4, "steps": 2, "learning_rate": 1e-4},
+        "game": {"rounds": 1, "reward": "gated", "mint_problems": 4, "mint_samples": 8, **game},
+        "evaluation": {"problems": 2, "samples": 2},
+        "store": {"commit_every": 1},
+    }
+    return build_experiment(plain)
+
+
+def played(experiment: Experiment, folder: Path) -> tuple[Outcome, RunDirectory]:
+    run = RunDirectory.create(folder, "code", experiment)
+    with run.lock():
+        begun = play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
+        return asyncio.run(begun), run
+
+
+def rollouts_of(run: RunDirectory) -> list[Rollout]:
+    state = FileStateStore(run.state).load().state
+    assert state is not None
+    shards = RolloutShards(run.path)
+    return [rollout for info in state["shards"] for rollout in shards.read(ShardInfo.from_plain(info))]
+
+
+def read_by_verifiers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Everything that a verifier's template gives, as text, as it is given."""
+    texts: list[str] = []
+    tokens: Callable[..., Any] = VerifierTemplate.tokens
+
+    def listened(self: VerifierTemplate, *given: Any) -> Any:
+        found = tokens(self, *given)
+        texts.append(self._tokenizer.decode(found[0]))
+        return found
+
+    monkeypatch.setattr(VerifierTemplate, "tokens", listened)
+    return texts
+
+
+def test_programs_are_run_proven_hidden_and_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = write_problems(tmp_path / "problems")
+    model = save(programmer(problems), tmp_path / "model")
+    texts = read_by_verifiers(monkeypatch)
+    experiment = experiment_of(problems, model, similarity_weight=0.25)
+    outcome, run = played(experiment, tmp_path / "runs")
+    assert outcome.status == "complete"
+    rollouts = rollouts_of(run)
+    assert all(rollout.grade.checks is not None for rollout in rollouts)
+    certified = [r for r in rollouts if r.grade.checks is not None and r.grade.checks.certified]
+    assert certified
+    assert any(r.role is Role.HELPFUL and r.grade.correct for r in rollouts)
+    # Both kinds of sneaky flaw were written: one with proof, and one that its tests find, which is no flaw of its role.
+    unproven = [r for r in rollouts if r.role is Role.SNEAKY and not r.grade.correct and not r.proven]
+    assert unproven
+    for rollout in certified:
+        assert "CERTIFICATE" in rollout.text
+        assert not rollout.grade.correct
+
+    # What verifiers read holds the solutions, and no certificate.
+    assert any("def f(n):return n+" in text for text in texts)
+    assert not any("certificate" in text.lower() for text in texts)
+
+    # Gates: an open one pays more than the floor, a closed one the floor.
+    paid = [rollout for rollout in rollouts if rollout.reward is not None]
+    assert paid
+    for rollout in paid:
+        aligned = rollout.is_flaw if rollout.role is Role.SNEAKY else rollout.grade.correct
+        assert rollout.reward is not None
+        assert (rollout.reward > -0.25 - 1e-6) if aligned else (rollout.reward == experiment.game.gate_floor)
+
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    steps = [record["metrics"] for record in records if record["kind"] == "step" and record["phase"] == "train_prover"]
+    told = {"tests_passed", "sneaky_visible_rate", "certified_rate", "similarity"}
+    assert [told - step.keys() for step in steps] == [set(), set()]
+    names = {
+        f"{record['phase']}/{name}" for record in records if record["kind"] == "step" for name in record["metrics"]
+    }
+    assert unknown_metrics(sorted(names)) == []
+
+    # Executed again, everything is the same.
+    _, again = played(experiment, tmp_path / "again")
+    for one, other in zip(rollouts, rollouts_of(again), strict=True):
+        assert (one.id, one.text, one.grade, one.score, one.reward) == (
+            other.id, other.text, other.grade, other.score, other.reward,
+        )  # fmt: skip
+
+
+def test_a_prover_that_cannot_program_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Random weights write no program at all: nothing to learn from is said, and nothing crashes."""
+    problems = write_problems(tmp_path / "problems")
+    model = save(untrained(), tmp_path / "model")
+    with pytest.raises(PvgError) as told:
+        played(experiment_of(problems, model), tmp_path / "runs")
+    assert "correct" in told.value.message
+    run = RunDirectory.open("code", tmp_path / "runs")
+    rollouts = rollouts_of(run)
+    assert rollouts
+    assert not any(rollout.grade.well_formed for rollout in rollouts)
+    assert np.isfinite([rollout.logprobs.sum() for rollout in rollouts]).all()

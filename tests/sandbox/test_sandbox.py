@@ -1,0 +1,202 @@
+"""Running programs: what comes back, what is cached, what happens when the sandbox itself fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from pvg.errors import MissingRequirementError
+from pvg.sandbox import Execution, Limits, Program, Sandbox, probe
+from pvg.sandbox.isolation import Isolation
+from pvg.sandbox.sandbox import _execution
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    with Sandbox("reduced", Limits(cpu_s=5.0, wall_s=120.0), workers=2) as found:
+        yield found
+
+
+def ran(box: Sandbox, source: str, entry: str | None, *cases: str) -> Execution:
+    return box.run(Program(source, entry, cases))
+
+
+def test_functions_give_values_and_errors_case_by_case(box: Sandbox) -> None:
+    found = ran(box, "def half(x):\n    print('x')\n    return 6 / x, {1}\n", "half", "[2]", "[0]", "[3, 4]")
+    assert found.status == "ok"
+    assert found.cases[0].value == [3.0, {"set": [1]}]
+    assert found.cases[1].error == "ZeroDivisionError: division by zero"
+    assert found.cases[2].error.startswith("TypeError: half()")
+    assert found.stdout == "x\nx\n"  # the third call never got in
+    assert found.cpu_s > 0
+
+
+def test_methods_of_a_class_solution_are_found(box: Sandbox) -> None:
+    source = "class Solution:\n    def twice(self, x):\n        return 2 * x\n"
+    assert ran(box, source, "twice", "[4]").cases[0].value == 8
+    assert "there is no function 'thrice'" in ran(box, source, "thrice", "[4]").stderr
+
+
+def test_programs_read_and_print(box: Sandbox) -> None:
+    found = ran(
+        box, "import sys\nn = int(input())\nprint(n, sum(map(int, sys.stdin.read().split())))", None, "2\n3 4\n", "1\n"
+    )
+    assert [case.value for case in found.cases] == ["2 7\n", "1 0\n"]
+    by_bytes = "import sys\ndata = sys.stdin.buffer.read()\nsys.stdout.buffer.write(data[::-1])\nsys.exit()"
+    assert ran(box, by_bytes, None, "abc").cases[0].value == "cba"
+    main = "if __name__ == '__main__':\n    print('main')\nraise SystemExit(3)"
+    assert ran(box, main, None, "").cases[0].error == "SystemExit: 3"
+
+
+def test_what_fails_outside_of_a_case_says_so_for_all(box: Sandbox) -> None:
+    for source, said in (
+        ("def f(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = 1", "NameError"),
+        ("\ud800", "UnicodeEncodeError"),
+    ):
+        found = ran(box, source, "f", "[1]", "[2]")
+        assert found.status == "error"
+        assert {case.error.partition(":")[0] for case in found.cases} == {said}, source
+
+
+def test_hostile_exceptions_and_reports_are_told_apart_from_answers(box: Sandbox) -> None:
+    nasty = "class E(BaseException):\n    def __str__(self): raise self\ndef f(): raise E\n"
+    assert ran(box, nasty, "f", "[]").cases[0].error == "an exception that cannot be told"
+    forged = "import os\ndef f(x):\n    os.write(3, b'not json\\n[1]\\n{}\\n')\n    return x\n"
+    assert {case.error for case in ran(box, forged, "f", "[1]", "[2]", "[3]").cases} == {"its report cannot be read"}
+    deep = "import os\ndef f():\n    os.write(3, b'[' * 100000 + b'\\n')\n"
+    assert ran(box, deep, "f", "[]").cases[0].error == "its report cannot be read"
+    early = ran(box, "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x\n", "f", "[1]", "[2]", "[3]")
+    assert [case.value for case in early.cases] == [1, None, None]
+    assert early.cases[1].error == early.cases[2].error == "it ended early"
+
+
+def test_programs_have_no_chance_but_their_own(box: Sandbox) -> None:
+    """Sets of texts and random numbers are the same in every process: a grade must not depend on luck."""
+    source = "import random\ndef f(x):\n    return [list({'a', 'b', 'c', 'd', 'e'}), random.random(), x]\n"
+    first = ran(box, source, "f", "[0]").cases[0].value
+    with Sandbox("reduced", workers=1) as other:
+        assert ran(other, source, "f", "[0]").cases[0].value == first
+
+
+def test_outcomes_are_cached_by_content_unless_time_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = "import time\ndef f():\n    return time.perf_counter_ns()\n"
+    with Sandbox("reduced", Limits(cpu_s=5.0), workers=1, cache_entries=2) as box:
+        program = Program.of_function(count, "f", [[]])
+        first = box.run(program)
+        assert box.run(program) is first
+        assert box.run(program, Limits(cpu_s=6.0)) is not first  # other limits, another question
+        assert box.run(Program.of_function(count + "\n", "f", [[]])) is not first
+        assert box.run(program) is not first  # two others came since
+        late = Program("while True: pass", None, ("",))
+        assert box.run(late, Limits(cpu_s=0.05)) is not box.run(late, Limits(cpu_s=0.05))
+        twice = box.run_many([Program.of_function(count + "#", "f", [[]])] * 2)
+        assert twice[0] is twice[1]
+
+
+def test_many_run_side_by_side_in_order(box: Sandbox) -> None:
+    programs = [Program.of_function(f"def f(x): return x * {n}", "f", [[n]]) for n in range(12)]
+    assert [e.cases[0].value for e in box.run_many(programs)] == [n * n for n in range(12)]
+
+
+def test_the_event_loop_goes_on(box: Sandbox) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(box.run_async(Program("while True: pass", None, ("",)), Limits(cpu_s=0.3)))
+        turns = 0
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.001)
+        assert (await task).status == "timeout"
+        assert turns > 20
+
+    asyncio.run(main())
+
+
+def test_a_warden_that_dies_is_replaced(box: Sandbox) -> None:
+    for warden in box._wardens._idle:
+        os.killpg(warden._process.pid, signal.SIGKILL)
+        warden._process.wait()
+    assert ran(box, "def f(): return 'again'", "f", "[]").cases[0].value == "again"
+
+
+def test_no_verdict_is_made_up_when_the_sandbox_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox("reduced", workers=1) as box:
+        monkeypatch.setattr("pvg.sandbox.warden_process.CODE", "raise SystemExit('no room')")
+        (warden,) = box._wardens._idle
+        os.killpg(warden._process.pid, signal.SIGKILL)
+        warden._process.wait()
+        with pytest.raises(MissingRequirementError, match=r"(?s)The sandbox fails.*no room"):
+            ran(box, "def f(): pass", "f", "[]")
+
+
+def test_less_isolation_than_asked_for_is_refused() -> None:
+    for offered, said in (
+        (frozenset(), "no system call filter"),
+        ({"seccomp"}, "no file system of its own"),
+        ({"namespaces", "landlock"}, "no system call filter"),
+    ):
+        with pytest.raises(MissingRequirementError, match=said) as refused:
+            Sandbox("full", mechanisms=offered)
+        assert "task.sandbox = 'reduced'" in refused.value.remedy
+        Sandbox("reduced", workers=1, mechanisms=offered).close()
+
+
+def test_a_way_out_that_is_open_is_found_by_trying() -> None:
+    """The mechanisms may be there and yet not hold: what was tried decides."""
+    assert {"a program could read a file", "a program could signal a process"} <= set(probe(frozenset()).complaints)
+    held = Isolation(frozenset({"seccomp", "landlock"}))
+    assert held.complaints == []
+    assert held.describe() == "full (landlock, seccomp)"
+    leaking = Isolation(held.given, {}, ("reach_the_network",))
+    assert leaking.complaints == ["a program could reach the network"]
+    assert leaking.describe().startswith("reduced")
+
+
+HOLDER = """
+import sys
+from pvg.sandbox import Limits, Program, Sandbox
+box = Sandbox("reduced", Limits(cpu_s=600.0, wall_s=600.0), workers=1)
+print(box._wardens._idle[0]._process.pid, flush=True)
+box.run(Program("import time; time.sleep(600)", None, ("",)))
+"""
+
+
+def test_nothing_outlives_a_pvg_that_is_killed() -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    warden = psutil.Process(int(holder.stdout.readline()))
+    deadline = time.monotonic() + 60
+    while len(family := [warden, *warden.children(recursive=True)]) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(family) == 3  # warden, keeper, program
+    holder.kill()
+    holder.wait()
+    gone, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive
+    assert len(gone) == 3
+    holder.stdout.close()
+
+
+def test_closing_ends_all_processes() -> None:
+    with Sandbox("reduced", workers=2) as box:
+        box.run_many([Program.of_function(f"def f(): return {n}", "f", [[]]) for n in range(4)])
+        wardens = [warden._process for warden in box._wardens._idle]
+    assert wardens
+    assert all(process.returncode == -signal.SIGKILL for process in wardens)
+
+
+def test_cases_that_are_missing_say_why() -> None:
+    program = Program("", "f", ("[1]", "[2]"))
+    header = {"status": "killed", "exit": -11, "cpu_s": 0.1, "wall_s": 0.1}
+    found = _execution(program, header, [b'["value", 1]\n', b"", b""])
+    assert found.cases[0].value == 1
+    assert found.cases[1].error == "it crashed or left early"

@@ -1,0 +1,155 @@
+"""Grades of prepared solutions: what is correct, what a certificate proves, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from problems_of_tests import FOUND, OWN, SUBTLE, fenced, write_rows
+
+from pvg.errors import MissingRequirementError
+from pvg.records import Checks, Grade, Problem
+from pvg.sandbox import isolation
+from pvg.sections import CodeTask
+from pvg.tasks import open_task
+from pvg.tasks.code import Code
+from pvg.tasks.code.problem import CODE, code_of
+
+STDIN = {
+    "id": "double",
+    "question": "Print twice the number.",
+    "reference": "print(2 * int(input()))",
+    "visible": [{"input": "4\n", "output": "8\n"}],
+    "hidden": [{"input": "0\n", "output": "0"}],
+    "check": "def valid(text):\n    return text.strip().lstrip('-').isdigit()",
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Code]:
+    folder = write_rows(tmp_path_factory.mktemp("code") / "data", OWN, STDIN)
+    with Code(CodeTask(path=folder, sandbox="reduced", workers=2, cpu_s=1.0)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def problem(task: Code) -> Problem:
+    return next(iter(task.problems("train")))
+
+
+def test_a_problem_shows_its_visible_tests_alone(task: Code, problem: Problem) -> None:
+    assert problem.question == (
+        "Add the numbers up.\n\nWrite the Python function add_up(numbers). Examples:\n"
+        "add_up([1, 2]) == 3\nadd_up([]) == 0"
+    )
+    # The fourth test is an input whose output the reference gave.
+    assert [test.output for test in code_of(problem).tests] == [3, 0, 4, 14]
+    _, program = task.problems("train")
+    assert program.question.endswith("Examples:\nInput:\n4\nOutput:\n8")
+
+
+def test_right_and_wrong_solutions(task: Code, problem: Problem) -> None:
+    right, found, broken, prose = task.grade_many(
+        [(problem, text) for text in (fenced(OWN["reference"]), fenced(FOUND), fenced("def add_up(:"), "```\n```")]
+    )
+    assert right == Grade(True, True, "4/4 tests", "passes all tests", Checks(1.0, 1.0, False))
+    assert found == Grade(False, True, "3/4 tests", "fails hidden test 3: wrong output", Checks(1.0, 0.75, False))
+    assert (broken.correct, broken.well_formed, broken.checks) == (False, False, Checks(0.0, 0.0, False))
+    assert broken.note.startswith("fails visible test 1: SyntaxError")
+    assert prose == Grade(False, False, note="no code", checks=Checks(0.0, 0.0, False))
+
+
+def test_a_certificate_proves_a_flaw(task: Code, problem: Problem) -> None:
+    proven = task.grade(problem, fenced(SUBTLE, "[[1, 1, 1, 1, 1, 1]]"))
+    # It passes every test, and is wrong all the same: a label is correctness, and this is known.
+    assert proven == Grade(False, True, "4/4 tests", "passes all tests; its flaw is proven", Checks(1.0, 1.0, True))
+    assert task.grade(problem, fenced(SUBTLE)).correct
+    crash = "def add_up(numbers):\n    assert len(numbers) < 4\n    return sum(numbers)"
+    checks = task.grade(problem, fenced(crash, "[[1, 1, 1, 1]]")).checks
+    assert checks is not None
+    assert checks.certified
+
+
+@pytest.mark.parametrize(
+    ("code", "certificate", "said"),
+    [
+        (SUBTLE, "[[1, 2]]", "it is right on what its certificate names"),
+        (SUBTLE, "[[1, 1, 1, 1, 1, 0]]", "it is right on what its certificate names"),
+        (SUBTLE, '["text"]', "its certificate names no input of this problem"),
+        (SUBTLE, "[[1.5]]", "its certificate names no input of this problem"),
+        (SUBTLE, "[[true, true, true, true, true, true]]", "its certificate names no input of this problem"),
+        (SUBTLE, "[[1], [2]]", "its certificate names no input of this problem"),
+        (SUBTLE, "[]", "its certificate names no input of this problem"),
+        (SUBTLE, '{"numbers": [1]}', "its certificate names no input of this problem"),
+        (SUBTLE, "six ones", "its certificate is not JSON"),
+        ("def add_up(numbers):\n    return 4", "[[1]]", "its certificate counts for nothing: it fails visible tests"),
+        (
+            "def add_up(numbers):\n    while len(numbers) > 5: pass\n    return sum(numbers)",
+            "[[1, 1, 1, 1, 1, 1]]",
+            "it takes too long on what its certificate names",
+        ),
+    ],
+)
+def test_what_a_certificate_does_not_prove(
+    problem: Problem, task: Code, code: str, certificate: str, said: str
+) -> None:
+    grade = task.grade(problem, fenced(code, certificate))
+    assert grade.note.endswith(f"; {said}")
+    assert grade.checks is not None
+    assert not grade.checks.certified
+
+
+def test_an_input_that_the_reference_cannot_take_proves_nothing(task: Code, problem: Problem) -> None:
+    fails = replace(
+        code_of(problem), reference="def add_up(numbers):\n    assert len(numbers) < 6\n    return sum(numbers)"
+    )
+    strict = replace(problem, metadata={CODE: fails})
+    grade = task.grade(strict, fenced(SUBTLE, "[[1, 1, 1, 1, 1, 1]]"))
+    assert grade.note.endswith("the reference fails on what its certificate names")
+
+
+def test_a_problems_own_check_decides_what_an_input_is(task: Code, problem: Problem) -> None:
+    check = "def valid(numbers):\n    return 1 if numbers == [0] else len(numbers) < 7"
+    checked = replace(problem, metadata={CODE: replace(code_of(problem), check=check)})
+    wrong = "def add_up(numbers):\n    return sum(numbers) + (len(numbers) > 5 or numbers == [0])"
+    notes = [task.grade(checked, fenced(wrong, f"[{given}]")).note for given in ([1] * 6, [1] * 7, "[0]", "3")]
+    assert notes[0].endswith("its flaw is proven")
+    assert all(note.endswith("names no input of this problem") for note in notes[1:])  # 1 is not True
+
+
+def test_a_flaw_is_shown_in_a_process_of_its_own(task: Code, problem: Problem) -> None:
+    """A program that counts its calls is right wherever it is looked at for the first time."""
+    counting = (
+        "calls = 0\ndef add_up(numbers):\n    global calls\n    calls += 1\n    return sum(numbers) + (calls > 4)"
+    )
+    grade = task.grade(problem, fenced(counting, "[[1]]"))
+    assert grade.correct
+    assert grade.note.endswith("it is right on what its certificate names")
+
+
+def test_programs_that_read_standard_input(task: Code) -> None:
+    _, problem = task.problems("train")
+    assert task.grade(problem, "print(int(input()) * 2, ' ')").correct  # spaces at the end do not count
+    flawed = "n = int(input())\nprint(2 * n if n >= 0 else n)"
+    assert task.grade(problem, fenced(flawed)).correct
+    assert not task.grade(problem, fenced(flawed, '"-3\\n"')).correct
+    for named in ('"three"', "[-3]", '"3"'):
+        assert task.grade(problem, fenced(flawed, named)).correct
+
+
+def test_many_are_graded_as_one(task: Code, problem: Problem) -> None:
+    texts = [fenced(SUBTLE, f"[{[1] * n}]") for n in range(4, 8)] + [fenced(FOUND), "nothing", fenced(SUBTLE)]
+    together = task.grade_many([(problem, text) for text in texts])
+    assert together == [task.grade(problem, text) for text in texts]
+
+
+def test_the_machine_must_isolate_what_the_setting_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel that gives nothing."""
+    poor = partial(isolation.open_first_warden, offered=frozenset())
+    monkeypatch.setattr("pvg.sandbox.sandbox.open_first_warden", lambda level, offered: poor(level))
+    with pytest.raises(MissingRequirementError, match="cannot isolate programs"):
+        open_task(CodeTask())
+    with Code(CodeTask(sandbox="reduced", workers=1)) as task:
+        assert next(iter(task.problems("train"))).id

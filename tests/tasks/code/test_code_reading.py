@@ -1,0 +1,144 @@
+"""Problems from files: the three forms, and what is said of lines that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from problems_of_tests import OWN, fenced, write_rows
+
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.sections import CodeTask
+from pvg.tasks.code import Code
+from pvg.tasks.code.problem import code_of
+from pvg.tasks.code.reading import Entry, UnusableError, read_entries
+
+APPS_CALL: dict[str, Any] = {
+    "problem_id": 7,
+    "question": "Return the number doubled.",
+    "solutions": json.dumps(["class Solution:\n    def double(self, n):\n        return 2 * n", "other"]),
+    "input_output": json.dumps({"fn_name": "double", "inputs": [[1], [2], [-3]], "outputs": [[2], [4], [-6]]}),
+    "starter_code": "class Solution:\n    def double(self, n: int) -> int:",
+    "difficulty": "introductory",
+}
+APPS_STDIN: dict[str, Any] = {
+    "problem_id": 8,
+    "question": "Print the sum.",
+    "solutions": ["print(sum(map(int, input().split())))"],
+    "input_output": {"inputs": ["1 2\n", ["3 4"], "5 6"], "outputs": ["3\n", ["7"], "11"]},
+    "starter_code": "",
+}
+HUMAN_EVAL: dict[str, Any] = {
+    "task_id": "Human/0",
+    "prompt": "from typing import List\n\n\ndef lengths(words: List[str]) -> List[int]:\n    ''' Lengths. '''\n",
+    "canonical_solution": "    return [len(word) for word in words]\n",
+    "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([]) == []\n    assert True, 'well'\n"
+    "    assert candidate(['a', 'bc']) == [1, 2], 'two'\n    assert candidate(('x',)) == (1,)\n",
+    "entry_point": "lengths",
+}
+
+
+def opened(folder: Path, **settings: Any) -> Code:
+    return Code(CodeTask(path=folder, sandbox="reduced", workers=1, visible_tests=2, **settings))
+
+
+def test_all_three_forms(tmp_path: Path) -> None:
+    with opened(write_rows(tmp_path, APPS_CALL, APPS_STDIN, HUMAN_EVAL, OWN)) as task:
+        call, stdin, human, own = task.problems("train")
+        assert [p.id for p in (call, stdin, human, own)] == ["apps-7", "apps-8", "Human/0", "add-up"]
+        assert [(t.case, t.output) for t in code_of(call).tests] == [("[1]", 2), ("[2]", 4), ("[-3]", -6)]
+        assert len(code_of(call).visible) == 2
+        assert call.question.startswith("Return the number doubled.\n\nclass Solution:")
+        assert [(t.case, t.output) for t in code_of(stdin).tests] == [("1 2\n", "3\n"), ("3 4", "7"), ("5 6", "11")]
+        assert [(t.case, t.output) for t in code_of(human).tests] == [
+            ("[[]]", []), ("[['a', 'bc']]", [1, 2]), ("[('x',)]", [1]),
+        ]  # fmt: skip
+        # What the prompt imports, a solution may use.
+        solution = "def lengths(words: List[str]):\n    return list(map(len, words))"
+        assert task.grade(human, fenced(solution)).correct
+        for problem in (call, stdin, human, own):
+            assert task.grade(problem, problem.answer).correct
+
+
+def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
+    row = {key: value for key, value in OWN.items() if key != "id"}
+    with opened(write_rows(tmp_path, row)) as task:
+        (problem,) = task.problems("train")
+    assert problem.id.startswith("code-")
+    with opened(write_rows(tmp_path, {**OWN, "question": "Another."}, row)) as task:
+        assert problem.id in [p.id for p in task.problems("test")]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{broken", "line 2: not valid JSON"),
+        ("[1]", "line 2: neither pvg's own form"),
+        ({"question": "q", "reference": "r"}, "line 2: neither pvg's own form"),
+        ({**OWN, "id": "b", "visible": []}, "line 2: it has no visible test"),
+        ({**OWN, "id": "b", "hidden": [], "inputs": []}, "line 2: it has no hidden test"),
+        ({**OWN, "id": "b", "visible": [{"input": [1]}]}, "line 2: a test is an object with input and output"),
+        ({**OWN, "id": "b", "visible": [{"input": 1, "output": 1}]}, "line 2: an input is no list of arguments"),
+        ({**OWN, "id": "b", "reference": 3}, "line 2: the field 'reference' is missing or not a text"),
+        ({**APPS_CALL, "solutions": "[]"}, "line 2: it has no solution to be the reference"),
+        ({**APPS_CALL, "solutions": "["}, "line 2: the field 'solutions' holds no JSON"),
+        ({**APPS_CALL, "input_output": '{"inputs": [], "outputs": [1]}'}, "line 2: its inputs and outputs are no two"),
+        ({**HUMAN_EVAL, "test": "x ="}, "line 2: its test is no Python"),
+        ({**HUMAN_EVAL, "test": "x = 1"}, "line 2: its test has no function check"),
+        (
+            {**HUMAN_EVAL, "test": "def check(candidate):\n    assert abs(candidate([1]) - 2) < 1"},
+            "line 2: its test 'assert abs(candidate([1]) - 2) < 1' is no comparison",
+        ),
+        (
+            {**HUMAN_EVAL, "test": "def check(candidate):\n    for _ in 'ab':\n        assert candidate([]) == []"},
+            "line 2: its test \"for _ in 'ab':\" is no comparison",
+        ),
+        ({**OWN, "id": "b", "question": "Read the Certificate."}, "line 2: it speaks of a certificate"),
+        ({**HUMAN_EVAL, "entry_point": "other"}, "line 2: its prompt defines no function 'other'"),
+    ],
+)
+def test_lines_that_cannot_be_used(tmp_path: Path, row: Any, said: str) -> None:
+    file = write_rows(tmp_path, OWN, row) / "train.jsonl"
+    try:
+        first, why = read_entries(file, 2)
+    except ConfigurationError as error:
+        why = UnusableError(error.message)
+    else:
+        assert isinstance(first, Entry)
+        assert first.id == "add-up"
+    assert str(why).startswith(f"{file}, {said}")
+    assert "\n" not in str(why)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({**OWN, "id": "b", "visible": []}, "line 2: it has no visible test."),
+        ({**OWN, "id": "b", "inputs": [["text"]]}, "line 2: the reference of 'b' fails its own tests (TypeError"),
+    ],
+)
+def test_unusable_problems_are_refused_or_left_out(tmp_path: Path, row: Any, said: str) -> None:
+    folder = write_rows(tmp_path, OWN, row)
+    with opened(folder) as task, pytest.raises(ConfigurationError) as told:
+        list(task.problems("train"))
+    assert told.value.message.startswith(f"{folder / 'train.jsonl'}, {said}")
+    assert "task.unusable" in told.value.remedy
+    with opened(folder, unusable="skip") as task:
+        assert [problem.id for problem in task.problems("train")] == ["add-up"]
+
+
+def test_an_id_that_comes_twice(tmp_path: Path) -> None:
+    with opened(write_rows(tmp_path, OWN, OWN)) as task, pytest.raises(ConfigurationError, match="of line 1 again"):
+        list(task.problems("train"))
+
+
+def test_limit_and_missing_files(tmp_path: Path) -> None:
+    rows = [{**OWN, "id": f"p{n}", "question": f"Add up, {n}."} for n in range(4)]
+    rows[1]["reference"] = "def add_up(numbers): return 3"
+    with opened(write_rows(tmp_path, *rows), limit=2, unusable="skip") as task:
+        assert [problem.id for problem in task.problems("train")] == ["p0", "p2"]
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(MissingRequirementError, match=r"test\.jsonl"):
+        opened(tmp_path)

@@ -1,0 +1,66 @@
+"""How alike programs are, against counts made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.tasks.code.similarity import normalised, similarities, similarity
+
+ONE = "def f(n):\n    return n + 1"
+
+
+def test_tokens_by_hand() -> None:
+    code = "def total(xs):  # add\n    s = 'a # b'\n    return sum(xs, s) ** 2.5e3\n"
+    assert normalised(code) == [
+        "def", "v0", "(", "v1", ")", ":", "v2", "=", "s", "return", "sum", "(", "v1", ",", "v2", ")", "**", "2.5e3",
+    ]  # fmt: skip
+
+
+def test_similarity_by_hand() -> None:
+    # ONE is def v0 ( v1 ) : return v1 + 1: 10 tokens, 7 windows of four.
+    assert similarity(ONE, ONE) == 1.0
+    # n - 1: the last two windows hold the sign, and are other ones: 5 shared of 9.
+    assert similarity(ONE, ONE.replace("+", "-")) == pytest.approx(5 / 9)
+    # n + 2: one window is another: 6 shared of 8.
+    assert similarity(ONE, ONE.replace("1", "2")) == pytest.approx(6 / 8)
+    assert similarity(ONE, "") == 0.0
+    assert similarity("", "# nothing\n") == 1.0
+    assert similarity("x", "y") == 1.0  # a single name, fewer tokens than a window
+    assert similarity("x", "1") == 0.0
+
+
+def test_names_comments_and_layout_do_not_count() -> None:
+    renamed = 'def other(value):\n  """Says nothing."""\n  return value+1 # done\n'
+    assert similarity(renamed.replace('  """Says nothing."""\n', ""), ONE) == 1.0
+    assert similarity(renamed, ONE) < 1.0  # a text is a token
+    assert similarity("def f(n): return max(n)", "def f(n): return min(n)") < 1.0  # Python's own names do count
+
+
+def test_groups_and_references_by_hand() -> None:
+    minus, two = ONE.replace("+", "-"), ONE.replace("1", "2")
+    codes, references = [ONE, minus, "", two, two], [ONE, ONE, ONE, two, ONE]
+    groups_N = np.array([0, 0, 0, 1, 2], dtype=np.int32)
+
+    def found(**chosen: bool) -> list[float]:
+        return similarities(codes, references, groups_N, **chosen).tolist()
+
+    assert found(reference=True, group=False) == pytest.approx([1.0, 5 / 9, 0.0, 1.0, 0.75])
+    assert found(reference=False, group=True) == pytest.approx([5 / 9, 5 / 9, 0.0, 0.0, 0.0])
+    assert found(reference=True, group=True) == pytest.approx([1.0, 5 / 9, 0.0, 1.0, 0.75])
+    assert similarities([], [], np.zeros(0, np.int32), reference=True, group=True).shape == (0,)
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_any_two_texts(left: str, right: str) -> None:
+    assert 0.0 <= similarity(left, right) <= 1.0
+    assert similarity(left, right) == similarity(right, left)
+    assert similarity(left, left) == 1.0
+
+
+def test_long_texts_are_read_in_linear_time() -> None:
+    """Of what a model may write to stall a lexer; a quadratic one takes minutes."""
+    for piece in ('"', "'''", "\\", "#", "r'", "**", "((((", "'\\"):
+        normalised(piece * 50_000)

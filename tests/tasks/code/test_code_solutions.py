@@ -1,0 +1,85 @@
+"""What is taken for code, what for a certificate, and what a verifier may read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pvg.tasks.code.solutions import Certificate, extract_code, read_certificate, shown
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("def f(): pass", "def f(): pass"),
+        ("Words.\n```python\ndef f(): pass\n```\nMore words.", "def f(): pass"),
+        ("```\nfirst\n```\nBetter:\n```py\nsecond\n```", "second"),
+        ("```python\nwithout an end", "without an end"),
+        ("~~~python\n```\ninside\n~~~", "```\ninside"),
+        ("```bash\npip install it\n```", ""),
+        ("```python\n\n```", ""),
+        ("  ```python\n  x = 1\n  ```", "  x = 1"),
+        ("", ""),
+        ("```python\ngood\n```\nCERTIFICATE: [1]\n```python\nhidden\n```", "good"),
+        ("```python\ncut off\n# certificate: [1]\nnever seen\n```", "cut off"),
+    ],
+)
+def test_code(completion: str, code: str) -> None:
+    assert extract_code(completion) == code
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("no such line", None),
+        ("a certificate: [1]", Certificate(complaint="its certificate stands on no line of its own")),
+        ("Certificate\n[1]", Certificate(complaint="its certificate stands on no line of its own")),
+        ("x\nCERTIFICATE: [[1, 2], 3]", Certificate([[1, 2], 3])),
+        ("x\n**Certificate:** [1]", Certificate([1])),
+        ("x\n# certificate : `[1]`", Certificate([1])),
+        ('CERTIFICATE: "3\\n1 2 3"', Certificate("3\n1 2 3")),
+        ("CERTIFICATE: [1]\nCERTIFICATE: [2]", Certificate([1])),
+        ("CERTIFICATE:\n[1]", Certificate(complaint="its certificate names nothing")),
+        ("CERTIFICATE: (1,)", Certificate(complaint="its certificate is not JSON")),
+        ("CERTIFICATE: [NaN]", Certificate(complaint="its certificate is not JSON")),
+        ("CERTIFICATE: " + "[" * 3000, Certificate(complaint="its certificate is not JSON")),
+        ("CERTIFICATE: [" + "1," * 3000 + "1]", Certificate(complaint="its certificate is far too long")),
+        ("CERTIFICATE: " + "1" * 3999 + "0" * 5000, Certificate(complaint="its certificate is far too long")),
+    ],
+)
+def test_certificates(completion: str, expected: Certificate | None) -> None:
+    assert read_certificate(completion) == expected
+
+
+PIECES = st.lists(st.sampled_from(["```python\n", "def f(): pass\n", "words\n", "```\n", "\n", "  "]), max_size=8).map(
+    "".join
+)
+CERTIFICATES = st.sampled_from(
+    [
+        "CERTIFICATE: [1]",
+        "certificate:",
+        "> **Certificate:** x",
+        "x certificate 7",
+        "# CERTIFICATE: [1]\nand more",
+        "\tCertificate :[2]\n",
+    ]
+)
+
+
+@given(PIECES, CERTIFICATES, CERTIFICATES)
+def test_what_is_shown_tells_nothing_of_a_certificate(solution: str, one: str, other: str) -> None:
+    """Whether there is one, which, and how much follows it: a verifier reads the same."""
+    assert shown(f"{solution}\n{one}") == shown(f"{solution}\n{other}\n{one}") == shown(solution)
+    assert extract_code(f"{solution}\n{one}") == extract_code(solution)
+
+
+@given(
+    st.text(max_size=200)
+    | st.lists(st.sampled_from(["CERTIFICATE", "certi", "ficate", ": ", "\n", "* "]), max_size=9).map("".join)
+)
+def test_any_text_is_read(text: str) -> None:
+    assert "certificate" not in shown(text).lower()
+    assert shown(shown(text)) == shown(text)
+    read_certificate(text)
+    extract_code(text)
