@@ -3,7 +3,8 @@
 Rounds of further groups are sampled, scored and paid until each role has its share of live ones, or the rounds or the
 problems are used up: then groups without a signal fill the batch up, as they would have without all this. So a batch
 has the size that it always has. What is played in a round depends on the weights, on the batch's number and on what
-the rounds before it brought, and on nothing else: a resumed run repeats it bit by bit.
+the rounds before it brought, and on nothing else: a resumed run repeats it bit by bit. Rewards are those of a round by
+itself; none that compares solutions of a problem misses any, for no problem is asked again in the same role.
 """
 
 from __future__ import annotations

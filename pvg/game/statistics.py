@@ -155,7 +155,8 @@ def cut_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def value_metrics(rewards_N: Float32, values_N: NDArray[np.float64], advantages_N: Float32) -> dict[str, float]:
-    """How well spo's tracked values foretold the rewards. Without groups, what has no signal are single rollouts."""
+    """How well the values that spo or rae tracks foretold the rewards. Without groups, what has no signal are single
+    rollouts."""
     return {
         "zero_signal": float((advantages_N == 0.0).mean()),
         "value_mean": float(values_N.mean()),

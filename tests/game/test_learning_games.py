@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kill_drill import differences, fingerprint
-from test_configurations import changed, played, rows
+from test_configurations import ONE_ANSWER, StopAt, changed, played, rows
 from test_stragglers import recorded
 
 from pvg.game.rewards import Outcomes
@@ -232,12 +232,16 @@ def test_a_curriculum_and_rae_go_with_rollouts_sampled_ahead(tmp_path: Path) -> 
     assert len({rollout.id for rollout in kept}) == len(kept) == 16 * experiment.training.steps
 
 
-def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the_user_is_told(tmp_path: Path) -> None:
-    from test_configurations import ONE_ANSWER
-
+def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the_user_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed: list[str] = []
+    monkeypatch.setattr(StopAt, "noticed", lambda _, message: noticed.append(message))
     hopeless = {**DYNAMIC, **ONE_ANSWER, "verifier.loss": "cross_entropy", "training.dynamic_sampling_rounds": 2}
-    _, run = played(changed({**hopeless, "training.steps": 1}), tmp_path)
+    _, run = played(changed({**hopeless, "training.steps": 2}), tmp_path)
     for step in prover_steps(run):
         assert (step["refills"], step["groups_sampled"], step["groups_missing"]) == (2.0, 18.0, 6.0)
         assert step["skipped"] == 1.0
-    assert run.events.read_text().count("event=short") == 1
+    assert run.events.read_text().count("event=short") == 2
+    (told,) = [message for message in noticed if "dynamic_sampling" in message]  # once, not for every batch
+    assert "6 groups of batch 0" in told
