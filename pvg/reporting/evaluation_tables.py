@@ -72,9 +72,11 @@ def _headline(report: EvaluationReport) -> Text:
 
 
 def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
+    # Two blanks between columns, as in the rounds table: most of them fit into 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.header_style = table.border_style = QUIET
     for place, (heading, style) in enumerate(columns):
-        table.add_column(heading, style=style, justify="right" if place else "left")
+        table.add_column(heading, style=style, justify="right" if place else "left", overflow="fold")
     return table
 
 
