@@ -42,6 +42,12 @@ class Target:
     highest: float
 
     @property
+    def level(self) -> float | None:
+        """The score to reach; its interval is for the report, and no attack depends on it."""
+        value: float | None = self.reference["value"]
+        return value
+
+    @property
     def cgc_floor(self) -> float:
         """Below all scores that were seen, by their whole spread and 1: an attacker's may be lower than any of them."""
         return self.lowest - (self.highest - self.lowest) - 1.0
@@ -51,9 +57,7 @@ def attack_digest(study: Study, target: Target, kind: str) -> str:
     section = study.experiment.evaluate
     settings = [section.attack_steps, section.attack_window, section.attack_error_rate, section.attack_learning_rate]
     floor = _floor(study, target) if kind == "cgc" else None
-    return digest(
-        "attack", study.config, target.players, kind, settings, section.attack_groups, floor, target.reference
-    )
+    return digest("attack", study.config, target.players, kind, settings, section.attack_groups, floor, target.level)
 
 
 def _floor(study: Study, target: Target) -> float:
@@ -88,13 +92,12 @@ async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> di
         "kind": kind,
         "limit": section.attack_steps,
         "window": section.attack_window,
-        "reference": target.reference,
     }
-    if target.reference["value"] is None:
+    if target.level is None:
         return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
     course = course_of(study, target, kind)
     aim = Aim(
-        target.reference["value"],
+        target.level,
         section.attack_error_rate,
         section.attack_window,
         course.experiment.training.minibatches,

@@ -182,8 +182,8 @@ class RoundEvaluation(Strict):
 
 
 class EvaluationReport(Strict):
-    """`status` "partial": something of what was asked for is not there yet. `stale`: parts that were computed with
-    other settings than `settings` and are therefore not shown."""
+    """`status` "partial": something of what was asked for is not there yet. `stale`: parts that were computed from
+    other settings than `settings`, or from other samples than there are now, and are therefore not shown."""
 
     schema_version: Literal[1] = 1
     status: Literal["complete", "partial"]

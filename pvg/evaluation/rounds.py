@@ -151,7 +151,7 @@ class RoundParts:
         target = await self.target()
         found = []
         for kind in self._kinds:
-            result = await self._attack(target, kind)
+            result = {**await self._attack(target, kind), "reference": target.reference}
             if result["status"] in ATTACKED:
                 inputs = [attack_digest(self.study, target, kind), *self._of(round_set(self.study, self.round))]
                 result["check"] = await self._unit(f"check-{kind}", inputs, partial(self._check, target, kind))

@@ -173,14 +173,14 @@ async def _measure(study: Study, parts: RoundParts, wanted: Sequence[str], basel
     works = {part: _work(parts, part) for part in wanted}
     if baseline is not None:
         works["tax"] = lambda: parts.tax(baseline)
+    if not works:
+        return
     info = PhaseInfo(parts.round, study.experiment.game.rounds, "measures", "parts", len(works))
+    study.observer.phase_started(info)
     for number, work in enumerate(works.values()):
-        if not number:
-            study.observer.phase_started(info)
         await work()
         study.observer.progressed(Progress(number + 1))
-    if works:
-        study.observer.phase_finished(info, {})
+    study.observer.phase_finished(info, {})
 
 
 def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:

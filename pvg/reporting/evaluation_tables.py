@@ -15,13 +15,13 @@ from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, section
 
 
 def interval(number: Number | None, *, digits: int = 2) -> str:
-    """`0.91 [0.88, 0.94]`, with a dash for what there is not."""
+    """`0.91 [0.88,0.94]`, with a dash for what there is not. No blank in the brackets: a narrow cell breaks before."""
     if number is None or number.value is None:
         return ABSENT
     value = f"{number.value:.{digits}f}"
     if number.low is None or number.high is None:
         return f"{value} [{ABSENT}]"
-    return f"{value} [{number.low:.{digits}f}, {number.high:.{digits}f}]"
+    return f"{value} [{number.low:.{digits}f},{number.high:.{digits}f}]"
 
 
 def _value(number: Number) -> str:
@@ -51,7 +51,10 @@ def evaluation_tables(report: EvaluationReport) -> Group:
     ):
         if table is not None:
             parts += section(title, table)
-    remarks = [*(f"{part}: computed with other settings, not shown." for part in report.stale), *report.notes]
+    remarks = [
+        *(f"{part}: computed from other settings or samples, not shown." for part in report.stale),
+        *report.notes,
+    ]
     if remarks:
         parts += section("Notes", Text("\n".join(remarks), style="yellow"))
     return Group(*parts)
@@ -69,9 +72,11 @@ def _headline(report: EvaluationReport) -> Text:
 
 
 def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
+    # Two blanks between columns, as in the rounds table: most of them fit into 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.header_style = table.border_style = QUIET
     for place, (heading, style) in enumerate(columns):
-        table.add_column(heading, style=style, justify="right" if place else "left", no_wrap=True)
+        table.add_column(heading, style=style, justify="right" if place else "left", overflow="fold")
     return table
 
 

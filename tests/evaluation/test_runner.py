@@ -142,6 +142,19 @@ def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Pa
     assert "detection of round 0" in outcome.report.stale  # it read the other attackers
 
 
+def test_another_confidence_changes_intervals_and_trains_nothing(measured: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(measured, tmp_path)
+    outcome, observer = evaluated(run, changed(evaluated_experiment(), evaluate={"confidence": 0.5}))
+    assert set(observer.phases) == {"measures"}
+    before, after = report_of(measured).rounds[0], outcome.report.rounds[0]
+    for wide, narrow in zip(before.exploit, after.exploit, strict=True):
+        assert (narrow.steps, narrow.reference.value) == (wide.steps, wide.reference.value)
+        assert wide.reference.low < narrow.reference.low < narrow.reference.high < wide.reference.high
+        assert narrow.check.error_rate.value == wide.check.error_rate.value
+    assert after.detection.completeness.value == before.detection.completeness.value
+    assert after.detection.completeness.low > before.detection.completeness.low
+
+
 def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> None:
     run = copy_of(measured, tmp_path)
     game = {"reward": "correctness", "sneaky_share": 0.0}

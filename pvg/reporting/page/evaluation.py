@@ -44,7 +44,7 @@ def evaluation_section(report: EvaluationReport | None) -> Section:
 
 def _notes(report: EvaluationReport) -> Html | None:
     partial = ["Not all that was asked for is there yet: the same command goes on."] * (report.status == "partial")
-    stale = [f"{part} was computed with other settings and is not shown." for part in report.stale]
+    stale = [f"{part} was computed from other settings or samples and is not shown." for part in report.stale]
     found = [*partial, *stale, *report.notes]
     return tag("ul", *(tag("li", note) for note in found), class_="notes") if found else None
 
