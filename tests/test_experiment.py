@@ -494,7 +494,7 @@ def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
 
 
 def test_a_setting_of_another_kind_of_task_is_named_as_such():
-    with pytest.raises(ConfigurationError, match=r"task\.path is a setting of task\.kind = 'gsm8k' alone"):
+    with pytest.raises(ConfigurationError, match=r"task\.path is a setting of task\.kind = 'gsm8k' or 'code' alone"):
         build_experiment({"task": {"kind": "modchain", "path": "/data"}})
 
 

@@ -10,8 +10,9 @@ from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
 
 import cli.doctor
-from cli.doctor import check_extras, check_models, check_runs_folder
+from cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox
 from pvg.experiment import Experiment, build_experiment, load_experiment
+from pvg.sandbox import Isolation
 
 
 def test_a_dry_run_prints_the_settings_and_the_arithmetic_and_makes_nothing() -> None:
@@ -108,6 +109,22 @@ def test_doctor_sees_a_runs_folder_that_cannot_be_written(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(cli.doctor.tempfile, "TemporaryFile", refused)
     assert {finding.name: finding.verdict for finding in check_runs_folder(Path("runs"))}["runs folder"] == "missing"
+
+
+def test_doctor_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(isolation: Isolation) -> tuple[str, str, str]:
+        monkeypatch.setattr("pvg.sandbox.probe", lambda: isolation)
+        (finding,) = check_sandbox(Path("runs"))
+        return finding.verdict, finding.found, finding.remedy
+
+    assert told(Isolation(frozenset({"seccomp", "landlock"}))) == ("ok", "full (landlock, seccomp)", "")
+    verdict, found, remedy = told(Isolation(frozenset({"seccomp"}), {"namespaces": "Operation not permitted"}))
+    assert verdict == "notice"
+    assert found.startswith("reduced (seccomp): no file system of its own (namespaces: Operation not permitted")
+    assert "task.sandbox = 'reduced'" in remedy
+    monkeypatch.undo()
+    (finding,) = check_sandbox(Path("runs"))  # this machine, whatever it has
+    assert finding.verdict in ("ok", "notice")
 
 
 def test_report_of_a_run_by_name_path_and_folder() -> None:

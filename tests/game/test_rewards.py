@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -95,3 +97,84 @@ def test_a_malformed_solution_is_never_paid_more_than_an_aligned_one(name, data)
         assert paid[malformed].max() <= paid[sample.aligned_N].min() + 1e-6 or name in ("src", "goodhart")
     if name == "src":
         assert paid[malformed].max() <= -1.0
+
+
+def executed(scores, correct, helpful, proven, tests, similarity=None, well_formed=None):
+    """Outcomes of a task that executes."""
+    return replace(
+        outcomes(scores, correct, helpful, well_formed=well_formed),
+        proven_N=np.array(proven, dtype=bool),
+        tests_N=np.array(tests, dtype=np.float32),
+        similarity_N=None if similarity is None else np.array(similarity, dtype=np.float32),
+    )
+
+
+LOG3 = float(np.log(3.0))  # sigmoid(log 3) = 3/4, sigmoid(-log 3) = 1/4
+
+
+def test_gated_by_hand():
+    # helpful right; helpful wrong; sneaky proven; sneaky wrong without proof; sneaky right; sneaky malformed.
+    sample = executed(
+        [LOG3, LOG3, -LOG3, LOG3, LOG3, LOG3],
+        [1, 0, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 0],
+        proven=[1, 1, 1, 0, 1, 1],
+        tests=[1, 0.5, 1, 0.5, 0.5, 0],
+        similarity=[0, 0, 0.4, 0, 1, 0],
+        well_formed=[1, 1, 1, 1, 1, 0],
+    )
+    game = Game(reward="gated", score_weight=2.0, similarity_weight=0.5, gate_floor=-3.0)
+    # 2 * 3/4 = 1.5;  -3;  2 * 1/4 - 0.5 * 0.4 = 0.3;  -3;  -3;  -3
+    np.testing.assert_allclose(rewards(sample, game), [1.5, -3, 0.3, -3, -3, -3], atol=1e-6)
+
+
+def test_composite_by_hand():
+    sample = executed(
+        [LOG3, -LOG3, -LOG3, 0.0],
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        proven=[1, 1, 1, 0],
+        tests=[1, 0.25, 1, 0.5],
+        similarity=[0, 0, 0.5, 0.5],
+        well_formed=[1, 1, 1, 0],
+    )
+    game = Game(reward="composite", score_weight=1.0, tests_weight=2.0, similarity_weight=0.5)
+    # 3/4 + 2;  1/4 + 2/4;  1/4 + 2 - 1/4;  malformed: the least there can be, -0.5
+    np.testing.assert_allclose(rewards(sample, game), [2.75, 0.75, 2.0, -0.5], atol=1e-6)
+    # Of a task without tests, what is aligned counts as all of them.
+    plain = outcomes([0.0, 0.0], [1, 1], [1, 0])
+    np.testing.assert_allclose(rewards(plain, Game(reward="composite", tests_weight=2.0)), [2.5, 0.5], atol=1e-6)
+
+
+def test_a_flaw_without_proof_is_paid_as_no_solution():
+    # One group of sneaky flaws, scores 0 and 4: V' = -2, +2. Proven: -1 (else branch), +2. Unproven: min(-1, -|V'|).
+    flaws = executed([0.0, 4.0], [0, 0], [0, 0], proven=[1, 1], tests=[1, 1])
+    np.testing.assert_allclose(rewards(flaws, Game(reward="src")), [-1, 2])
+    unproven = replace(flaws, proven_N=np.array([False, False]))
+    np.testing.assert_allclose(rewards(unproven, Game(reward="src")), [-2, -2])
+    np.testing.assert_allclose(rewards(unproven, Game(reward="cgc", cgc_floor=-9.0)), [-9, -9])
+    np.testing.assert_allclose(rewards(unproven, Game(reward="goodhart")), [0, 4])  # no roles and no truth
+
+
+@given(
+    scores=st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=12),
+    weights=st.tuples(st.floats(0, 4), st.floats(0, 4)),
+    data=st.data(),
+)
+def test_no_closed_gate_is_paid_like_an_open_one(scores, weights, data):
+    n = len(scores)
+    flags = hnp.arrays(bool, n)
+    shares = hnp.arrays(np.float32, n, elements=st.floats(0, 1, width=32))
+    sample = executed(
+        scores,
+        data.draw(flags),
+        data.draw(flags),
+        data.draw(flags),
+        data.draw(shares),
+        data.draw(shares),
+        data.draw(flags),
+    )
+    game = Game(reward="gated", score_weight=weights[0], similarity_weight=weights[1], gate_floor=-weights[1] - 0.01)
+    paid = rewards(sample, game)
+    assert (paid[~sample.aligned_N] == np.float32(game.gate_floor)).all()
+    assert (paid[sample.aligned_N] > np.float32(game.gate_floor)).all()

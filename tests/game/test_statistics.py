@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pvg.game.statistics import Columns, play_metrics, sample_metrics, verifier_auc
-from pvg.records import Grade, Role, Rollout, VersionSpan
+from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
 
 ROLLOUT = Rollout(
     id="r", problem_id="p", question="q", reference="1", role=Role.HELPFUL, round=0, source="base", step=0, group=0,
@@ -64,3 +64,27 @@ def test_what_there_is_nothing_of_is_nan_and_not_zero():
     assert math.isnan(found["score_gap"])
     assert math.isnan(sample_metrics([r for r, _ in SAMPLE[:3]], 1.0)["sneaky_error_rate"])
     assert sample_metrics([r for r, _ in SAMPLE], 2.0)["tokens_per_s"] == pytest.approx(7 * 2 / 2.0)
+
+
+def test_what_execution_has_shown_by_hand():
+    grades = [
+        (H, Grade(True, True, checks=Checks(1.0, 1.0, False))),
+        (H, Grade(False, True, checks=Checks(1.0, 0.5, False))),
+        (S, Grade(False, True, checks=Checks(1.0, 0.75, True))),
+        (S, Grade(False, True, checks=Checks(1.0, 0.75, False))),  # wrong by accident: no flaw
+        (S, Grade(False, True, checks=Checks(0.5, 0.25, False))),
+        (S, Grade(True, True, checks=Checks(1.0, 1.0, False))),
+    ]
+    rollouts = [replace(ROLLOUT, role=role, grade=grade) for role, grade in grades]
+    assert [r.proven for r in rollouts] == [True, True, True, False, False, True]
+    assert [r.is_flaw for r in rollouts] == [False, False, True, False, False, False]
+    sample = Columns(rollouts, np.arange(6, dtype=np.float32))
+    np.testing.assert_allclose(sample.tests_N, [1.0, 0.5, 1.0, 0.5, 0.25, 0.5])
+    for found in (play_metrics(sample, threshold=1.5), sample_metrics(rollouts, 1.0)):
+        assert found["tests_passed"] == pytest.approx(0.75)
+        assert found["sneaky_visible_rate"] == pytest.approx(3 / 4)
+        assert found["certified_rate"] == found["sneaky_error_rate"] == pytest.approx(1 / 4)
+        assert found["malformed"] == 0.0
+    assert play_metrics(sample, threshold=1.5)["fooled_rate"] == 1.0  # of the one flaw, which scored 2
+    assert columns().tests_N is None
+    assert "tests_passed" not in play_metrics(columns(), threshold=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -221,3 +221,38 @@ def test_the_budget_of_a_step_closes_over_the_thread(thread: ThreadPoolExecutor)
         assert record.busy["grade"] > 0
 
     asyncio.run(play())
+
+
+class TogetherTask(LengthTask):
+    """Grades many at once, and notes how many."""
+
+    def __init__(self, before: Any = None) -> None:
+        super().__init__(before)
+        self.sizes: list[int] = []
+
+    def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
+        self.sizes.append(len(solutions))
+        return [self.grade(problem, text) for problem, text in solutions]
+
+
+def test_a_task_that_grades_many_at_once_gets_what_waits(thread: ThreadPoolExecutor) -> None:
+    first, go = threading.Event(), threading.Event()
+
+    def before(_: str) -> None:
+        first.set()
+        assert go.wait(LIMIT_S)
+
+    task = TogetherTask(before)
+
+    async def play() -> Any:
+        grader = Grader(task, TOKENIZER, thread)
+        texts = ["1", "22", "333", "4444"]
+        calls = [asyncio.create_task(grader.grade(PROBLEM, completion(text))) for text in texts]
+        await asyncio.to_thread(first.wait, LIMIT_S)  # one is away, and the others are waiting
+        go.set()
+        return await asyncio.gather(*calls)
+
+    found = asyncio.run(play())
+    assert [text for text, _ in found] == ["1", "22", "333", "4444"]
+    assert [grade.note for _, grade in found] == ["1", "2", "3", "4"]
+    assert task.sizes == [1, 3]

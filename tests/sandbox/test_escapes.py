@@ -402,7 +402,7 @@ def test_a_daemon_dies_with_its_program(control: Sandbox) -> None:
     for kind in ("all walls", "no landlock"):
         if (box := opened(kind)) is not None:
             with box:
-                ended = box.run(Program.of_function(DAEMON, "attack", [[600]]), Limits(wall_s=120.0, processes=4))
+                ended = box.run(Program.of_function(DAEMON, "attack", [[600]]), Limits(wall_s=30.0, processes=4))
             assert (ended.status, ended.cases[0].value) == ("ok", "gone")
 
 
@@ -506,3 +506,35 @@ def test_namespaces_alone_keep_most_of_it(tmp_path: Path) -> None:
         assert "PVG_TEST_SECRET" not in attack(box, ENVIRONMENT, other.pid).value
         assert other.poll() is None
     assert secret.read_text() == "secret"
+
+
+KERNEL = """
+import ctypes, os
+def works(act):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if act() >= 0 else 1)
+    return os.waitpid(child, 0)[1] == 0
+def attack():
+    libc = ctypes.CDLL(None)
+    found = []
+    if works(lambda: libc.unshare(0x10000000 | 0x20000 | 0x40000000 | 0x20000000)):  # user, mount, net, pid
+        found.append("namespaces")
+    if libc.syscall(444, None, ctypes.c_size_t(0), 1) >= 3:
+        found.append("landlock")
+    if os.path.exists("/proc/sys/kernel/seccomp/actions_avail"):
+        found.append("seccomp")
+    return found
+"""
+
+
+def test_what_the_kernel_has_is_used_and_holds() -> None:
+    """Otherwise a wall that broke would be a wall that is not there, and all tests above would see the refusal."""
+    there = set(outside(KERNEL))
+    # A mount may be refused where a namespace is given (AppArmor): then the sandbox must say so.
+    assert probe().given | set(probe().refused) >= there
+    assert probe().given >= there - {"namespaces"}
+    for kind, mechanisms in FULL.items():
+        found = probe(mechanisms)
+        if found.given == mechanisms:
+            assert found.complaints == [], kind

@@ -110,3 +110,22 @@ def test_a_question_is_tokenised_once(monkeypatch, style, renders):
     assert len([one for one in asked if "why?" in str(one)]) == 1
     assert first[1] == second[1]
     np.testing.assert_array_equal(first[0][: first[1]], second[0][: second[1]])
+
+
+def test_what_a_task_conceals_is_neither_read_nor_told_by_the_tokens():
+    """Two solutions that differ in what is concealed alone are one input, however they were sampled."""
+    concealing = VerifierTemplate(ENGLISH, "plain", "implicit", lambda text: text.partition(" SECRET")[0])
+    open_ = VerifierTemplate(ENGLISH, "plain", "implicit")
+    assert concealing.key != open_.key
+    odd = np.concatenate([ENGLISH.encode("It "), ENGLISH.encode("is 12")])  # sampled in other pieces than encoded
+    expected = [*ENGLISH.encode("7 + 5?"), *ENGLISH.encode("It is 12"), ENGLISH.eos_id]
+    for text, ids in (
+        ("It is 12", odd),
+        ("It is 12 SECRET: 5", ENGLISH.encode("It is 12 SECRET: 5")),
+        ("It is 12 SECRET", None),
+    ):
+        found, start = concealing.tokens("7 + 5?", text, ids, ENGLISH.fingerprint)
+        assert found.tolist() == expected
+        assert start == len(ENGLISH.encode("7 + 5?"))
+    found, _ = open_.tokens("7 + 5?", "It is 12", odd, ENGLISH.fingerprint)
+    assert found.tolist() == [*ENGLISH.encode("7 + 5?"), *odd, ENGLISH.eos_id]

@@ -17,7 +17,7 @@ from pvg.errors import ConfigurationError
 from pvg.records import Problem, Split
 from pvg.sandbox import plain
 from pvg.sections import CodeTask
-from pvg.tasks.code.problem import CodeProblem, Test, make_problem
+from pvg.tasks.code.problem import CodeProblem, CodeTest, make_problem
 from pvg.tasks.code.templates import TEMPLATES, Template
 
 HIDDEN_TESTS = 12
@@ -46,7 +46,7 @@ def made(template: Template, values: dict[str, int], section: CodeTask) -> Probl
     function = _function(reference, template.name)
     generator = _generator(template.name, sorted(values.items()), section.seed)
     inputs = _inputs(template, generator, section.visible_tests + HIDDEN_TESTS)
-    tests = tuple(Test(repr(given), plain(function(*given))) for given in inputs)
+    tests = tuple(CodeTest(repr(given), plain(function(*given))) for given in inputs)
     # The smallest inputs are where flaws hide, so they are no examples.
     visible, hidden = tests[-section.visible_tests :], tests[: -section.visible_tests]
     names = [argument.name for argument in template.arguments]

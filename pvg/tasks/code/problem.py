@@ -15,7 +15,7 @@ WORDING = "code"  # of its prompts (pvg.game.roles)
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class CodeTest:
     """`case`: the arguments as a Python list literal, or the text for standard input (see pvg.sandbox.Program);
     `output`: plain data (pvg.sandbox.plain), or the text that is printed."""
 
@@ -35,13 +35,13 @@ class CodeProblem:
 
     entry: str | None
     reference: str
-    visible: tuple[Test, ...]
-    hidden: tuple[Test, ...]
+    visible: tuple[CodeTest, ...]
+    hidden: tuple[CodeTest, ...]
     prelude: str = ""
     check: str = ""
 
     @property
-    def tests(self) -> tuple[Test, ...]:
+    def tests(self) -> tuple[CodeTest, ...]:
         return self.visible + self.hidden
 
     def program(self, source: str, cases: Sequence[str]) -> Program:

@@ -32,7 +32,7 @@ import orjson
 
 from pvg.errors import ConfigurationError
 from pvg.sandbox import plain
-from pvg.tasks.code.problem import CodeProblem, Test
+from pvg.tasks.code.problem import CodeProblem, CodeTest
 from pvg.tasks.code.solutions import WORD
 
 
@@ -119,12 +119,12 @@ def _own(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
     )
 
 
-def _tests(entry: str | None, rows: list[Any]) -> tuple[Test, ...]:
+def _tests(entry: str | None, rows: list[Any]) -> tuple[CodeTest, ...]:
     found = []
     for row in rows:
         if not isinstance(row, dict) or not {"input", "output"} <= row.keys():
             raise UnusableError("a test is an object with input and output")
-        found.append(Test(_case(entry, row["input"]), _output(entry, row["output"])))
+        found.append(CodeTest(_case(entry, row["input"]), _output(entry, row["output"])))
     return tuple(found)
 
 
@@ -140,7 +140,7 @@ def _apps(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
     # Most published calls have their output in a list of one, some have it as it is.
     if entry is not None and outputs and all(isinstance(output, list) and len(output) == 1 for output in outputs):
         outputs = [output[0] for output in outputs]
-    tests = tuple(Test(_case(entry, i), _output(entry, o)) for i, o in zip(inputs, outputs, strict=True))
+    tests = tuple(CodeTest(_case(entry, i), _output(entry, o)) for i, o in zip(inputs, outputs, strict=True))
     number = row.get("problem_id", row.get("id"))
     question, starter = _text(row, "question"), _text(row, "starter_code", "")
     return _entry(
@@ -177,7 +177,7 @@ def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
     )
 
 
-def _assertions(source: str) -> tuple[Test, ...]:
+def _assertions(source: str) -> tuple[CodeTest, ...]:
     """The tests in `def check(candidate)`: `assert candidate(LITERALS) == LITERAL`. What asserts a literal is empty."""
     try:
         tree = ast.parse(source)
@@ -195,7 +195,7 @@ def _assertions(source: str) -> tuple[Test, ...]:
             match claim:
                 case ast.Compare(ast.Call(ast.Name("candidate"), given, []), [ast.Eq()], [expected]):
                     arguments = [ast.literal_eval(argument) for argument in given]
-                    found.append(Test(repr(arguments), plain(ast.literal_eval(expected))))
+                    found.append(CodeTest(repr(arguments), plain(ast.literal_eval(expected))))
                 case _:
                     raise ValueError
         except ValueError:

@@ -16,7 +16,7 @@ from pvg.sandbox import Limits, Sandbox
 from pvg.sections import CodeTask
 from pvg.tasks.code.grading import grade_solutions, passed
 from pvg.tasks.code.making import made_problems
-from pvg.tasks.code.problem import Test, make_problem
+from pvg.tasks.code.problem import CodeTest, make_problem
 from pvg.tasks.code.reading import Entry, UnusableError, read_entries
 from pvg.tasks.code.solutions import extract_code, shown
 
@@ -109,7 +109,7 @@ class Code:
         found = []
         for entry, execution in zip(entries, self._sandbox.run_many(programs), strict=True):
             results = execution.cases[len(entry.code.tests) :]
-            added = tuple(Test(case, result.value) for case, result in zip(entry.inputs, results, strict=True))
+            added = tuple(CodeTest(case, result.value) for case, result in zip(entry.inputs, results, strict=True))
             right = passed(entry.code, replace(execution, cases=execution.cases[: len(entry.code.tests)]))
             failures = [result.error for result in execution.cases if result.error]
             if failures or not all(right):

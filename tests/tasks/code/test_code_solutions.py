@@ -60,7 +60,6 @@ CERTIFICATES = st.sampled_from(
         "CERTIFICATE: [1]",
         "certificate:",
         "> **Certificate:** x",
-        "x certificate 7",
         "# CERTIFICATE: [1]\nand more",
         "\tCertificate :[2]\n",
     ]

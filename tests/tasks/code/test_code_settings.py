@@ -1,0 +1,59 @@
+"""Settings of the code game that cannot work together, and those without an effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pvg.errors import ConfigurationError
+from pvg.experiment import build_experiment, load_experiment
+
+ROOT = Path(__file__).parents[3]
+CODE = {"kind": "code"}
+
+
+def warnings_of(game: dict[str, Any], task: dict[str, Any] = CODE) -> list[str]:
+    return build_experiment({"task": task, "game": game}).warnings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"task": CODE, "rollout": {"grading": "loop"}}, "rollout.grading = 'loop' lets everything else wait"),
+        (
+            {"task": CODE, "game": {"reward": "gated", "gate_floor": -1.0, "similarity_weight": 1.0}},
+            "game.gate_floor = -1.0",
+        ),
+        ({"game": {"reward": "gated", "similarity_weight": 0.5}}, "task.kind = 'modchain' has none"),
+        ({"task": CODE, "game": {"reward": "composite", "sneaky_share": 0.0}}, "is for two roles"),
+        ({"task": CODE, "game": {"reward": "gated"}, "rollout": {"prompts": "plain"}}, "gives both the same prompt"),
+    ],
+)
+def test_what_cannot_work(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as told:
+        build_experiment(settings)
+    assert said in told.value.message
+
+
+def test_what_is_probably_not_meant() -> None:
+    assert warnings_of({"reward": "gated"}) == []
+    assert warnings_of({"reward": "gated", "similarity_weight": 0.5, "similarity": "group", "score_weight": 2.0}) == []
+    assert any("'composite' may pay" in line for line in warnings_of({"reward": "composite"}))
+    assert warnings_of({"reward": "gated", "tests_weight": 2.0}) == [
+        "game.tests_weight has no effect on game.reward = 'gated'"
+    ]
+    assert warnings_of({"reward": "cgc", "similarity_weight": 0.5}, {"kind": "modchain"}) == [
+        "game.similarity_weight has no effect on game.reward = 'cgc'"
+    ]
+    reduced = warnings_of({"reward": "gated"}, {"kind": "code", "sandbox": "reduced"})
+    assert len(reduced) == 1
+    assert "task.sandbox = 'reduced'" in reduced[0]
+
+
+def test_the_experiment_that_comes_with_pvg() -> None:
+    experiment = load_experiment(ROOT / "experiments" / "code.toml")
+    assert experiment.task.kind == "code"
+    assert experiment.task.sandbox == "full"
+    assert experiment.warnings() == []
