@@ -19,7 +19,7 @@ from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment, build_experiment
 from pvg.game import verifier_phase
 from pvg.game.players import Players
-from pvg.game.round_verifier import read_round_verifier
+from pvg.game.round_verifier import read_verifier
 from pvg.game.run import Outcome, play
 from pvg.game.seeds import seed_for
 from pvg.models.ensembles import VerifierEnsemble
@@ -136,7 +136,7 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
         players = Players(experiment, open_task(experiment.task))
         try:
             read = lambda name: read_checkpoint(whole.weights, name)  # noqa: E731
-            verifier, threshold = await players.compute(lambda: read_round_verifier(players, read, 0))
+            verifier, threshold = await players.compute(lambda: read_verifier(players, read, "round-000-verifier"))
             assert isinstance(verifier, VerifierEnsemble)
             scores_N = await players.scorer(verifier).score(held_out)
             version = verifier.version()
