@@ -131,7 +131,9 @@ class Players:
         else:
             with open_model(models.verifier, self.device) if like is None else like.start_model() as start:
                 model = self._with_adapters(start, seed)
-        verifier = build_verifier(section, model, like)
+        verifier = build_verifier(section, model)
+        if like is not None:
+            verifier.share_with(like)
         if member:  # the first one is what a verifier without an ensemble is
             verifier.start_elsewhere(seed)
         return verifier

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pvg.errors import StateError
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
-from pvg.game.round_verifier import read_round_verifier
+from pvg.game.round_verifier import read_verifier, verifier_weights_name
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
@@ -145,7 +145,7 @@ def read_policy(ledger: Written, name: str) -> tuple[dict[str, Tensor], Adapter 
 async def open_round_verifier(session: Played, round_: int) -> tuple[Judge, float]:
     """The frozen verifier of a round, which may be an ensemble, and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
-    return await players.compute(lambda: read_round_verifier(players, read, round_))
+    return await players.compute(lambda: read_verifier(players, read, verifier_weights_name(round_)))
 
 
 class ProverPhase:

@@ -1,6 +1,6 @@
 """A round's verifier on disk: one model, or an ensemble. Whatever opens a round's verifier does it here.
 
-    verifier, threshold = read_round_verifier(players, ledger.read_weights, round_)
+    verifier, threshold = read_verifier(players, ledger.read_weights, verifier_weights_name(round_))
 
 One model is a folder of weights. An ensemble is a folder for each member, and one under the verifier's own name that
 holds the scales and names the members.
@@ -32,29 +32,27 @@ def member_weights_name(round_: int, member: int) -> str:
     return f"{verifier_weights_name(round_)}-member-{member}"
 
 
-def read_round_verifier(players: Players, read_weights: ReadWeights, round_: int) -> tuple[Judge, float]:
-    """The frozen verifier of a round and its acceptance threshold; the caller closes it. In the compute thread.
-
-    `read_weights` gives what `Ledger.save_weights` was given under a name.
-    """
-    tensors, meta = read_weights(verifier_weights_name(round_))
+def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tuple[Judge, float]:
+    """The frozen verifier that was saved as `name`, such as a round's, and its acceptance threshold; the caller closes
+    it. In the compute thread. `read_weights` gives what `Ledger.save_weights` was given under a name."""
+    tensors, meta = read_weights(name)
     threshold = float(meta["threshold"])
     if "members" not in meta:
-        verifier = players.open_verifier(round_)
+        verifier = players.open_verifier()
         verifier.load_trainable_state(tensors)
         return verifier, threshold
     scales = Scales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
-    members = read_members(players, read_weights, round_, meta["members"])
+    members = read_members(players, read_weights, meta["members"])
     return VerifierEnsemble(members, meta["aggregation"], scales), threshold
 
 
-def read_members(players: Players, read_weights: ReadWeights, round_: int, names: Sequence[str]) -> list[VerifierModel]:
+def read_members(players: Players, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
     """The members of an ensemble, each a verifier of its own, which share what training never changed."""
     members: list[VerifierModel] = []
     with ExitStack() as opened:
-        for number, name in enumerate(names):
+        for name in names:
             tensors, _ = read_weights(name)
-            member = players.open_verifier(round_, number, members[0] if members else None)
+            member = players.open_verifier(like=members[0] if members else None)
             opened.callback(member.close)
             member.load_trainable_state(tensors)
             members.append(member)

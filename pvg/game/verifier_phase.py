@@ -95,7 +95,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
         )
     with span("open_models"):
         read, names = session.ledger.read_weights, finished_members(session)
-        members = await players.compute(lambda: read_members(players, read, round_, names))
+        members = await players.compute(lambda: read_members(players, read, names))
     return VerifierEnsemble(members, section.aggregation, Scales.none(len(members)))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, UsageError
-from pvg.extensions import called, is_reference, load
+from pvg.extensions import called, resolve
 from pvg.models.fused_layers import last_hidden, why_not_last
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
@@ -126,6 +126,10 @@ class VerifierModel(nn.Module):
         """Begin the training as another member of an ensemble: draw anew, from `seed`, what a head's start leaves free.
         Most heads leave nothing free, and their members differ in what they are trained on alone."""
 
+    def share_with(self, other: VerifierModel) -> None:
+        """Take what training never changes from `other`, a verifier of the same head and the same start, instead of
+        having it too. Most heads have nothing of the kind."""
+
     def close(self) -> None:
         """Free the weights. Closing twice does nothing; any other use afterwards raises ModelClosedError."""
         self.backbone = None
@@ -200,17 +204,12 @@ class ImplicitHead(VerifierModel):
     needs_reference = True
     reads = "implicit"
 
-    def __init__(self, language_model: LanguageModel, beta: float, like: VerifierModel | None = None) -> None:
-        """`like`: see `build_verifier`."""
+    def __init__(self, language_model: LanguageModel, beta: float) -> None:
         super().__init__(language_model)
         self.beta = beta
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
         # Not a submodule: it is no part of what is trained, saved or versioned.
-        self._reference_model: LanguageModel
-        if isinstance(like, ImplicitHead):
-            self._reference_model = like._reference_model.again()
-        else:
-            self._reference_model = language_model.start()
+        self._reference_model = language_model.start()
 
     @property
     def start(self) -> nn.Module:
@@ -225,6 +224,12 @@ class ImplicitHead(VerifierModel):
         with torch.no_grad():
             start = self._reference_model.module
             return _summed(completion_logprobs(start, input_ids_BL, lengths_B, prompt_lengths_B))
+
+    def share_with(self, other: VerifierModel) -> None:
+        if not isinstance(other, ImplicitHead):
+            raise TypeError(f"an implicit head cannot share its start with {type(other).__name__}")
+        self._reference_model.close()
+        self._reference_model = other._reference_model.again()
 
     def close(self) -> None:
         super().close()
@@ -292,27 +297,21 @@ def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
     )
 
 
-HEADS: dict[str, Callable[[Verifier, LanguageModel, VerifierModel | None], VerifierModel]] = {
-    "scalar": lambda section, language_model, like: ScalarHead(language_model),
-    "implicit": lambda section, language_model, like: ImplicitHead(language_model, section.beta, like),
-    "yes_token": lambda section, language_model, like: YesTokenHead(language_model),
+HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
+    "scalar": lambda section, language_model: ScalarHead(language_model),
+    "implicit": lambda section, language_model: ImplicitHead(language_model, section.beta),
+    "yes_token": lambda section, language_model: YesTokenHead(language_model),
 }
 
 
-def build_verifier(
-    section: Verifier, language_model: LanguageModel, like: VerifierModel | None = None
-) -> VerifierModel:
+def build_verifier(section: Verifier, language_model: LanguageModel) -> VerifierModel:
     """The verifier of `section` on `language_model`, which it takes over: closing the verifier closes the model.
-    `like` is a verifier that started from the same weights; what never changes of it is then shared with it.
 
     Raises ConfigurationError when the model cannot carry the head; the language model is then closed.
     """
     key, name = "verifier.head", section.head
     try:
-        if is_reference(name):
-            verifier = called(key, name, load(key, name), section, language_model)
-        else:
-            verifier = HEADS[name](section, language_model, like)
+        verifier = called(key, name, resolve(key, name, HEADS), section, language_model)
         if not isinstance(verifier, VerifierModel):
             raise ConfigurationError(f"{key} = {name!r} gives a {type(verifier).__name__}, which is no VerifierModel.")
     except ConfigurationError:

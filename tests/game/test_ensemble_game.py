@@ -19,7 +19,7 @@ from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment, build_experiment
 from pvg.game import verifier_phase
 from pvg.game.players import Players
-from pvg.game.round_verifier import read_round_verifier
+from pvg.game.round_verifier import read_verifier
 from pvg.game.run import Outcome, play
 from pvg.game.seeds import seed_for
 from pvg.models.ensembles import VerifierEnsemble
@@ -59,10 +59,11 @@ finish(*start(experiment, root, resume=True))
 """
 
 
-def ensemble_experiment(**verifier: Any) -> Experiment:
+def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
     plain = small_experiment().plain()
-    plain["game"] |= {"rounds": 1, "mint_problems": 48}
-    plain["training"] |= {"steps": 2}
+    plain["game"] |= {"rounds": 1, "mint_problems": 40}
+    plain["training"] |= {"steps": prover_steps}
+    plain["evaluation"] |= {"problems": 4}
     plain["verifier"] |= {"ensemble": 3, "aggregation": "min", "steps": 5, "held_out": 0.3, **verifier}
     plain["store"] = {**plain["store"], "commit_every": 2}
     return build_experiment(plain)
@@ -104,7 +105,7 @@ def test_an_ensemble_saves_its_members_and_what_makes_them_one(whole: RunDirecto
 
 
 def test_member_0_is_the_verifier_of_a_run_without_an_ensemble(whole: RunDirectory, tmp_path: Path) -> None:
-    _, single = played(ensemble_experiment(ensemble=1, aggregation="mean"), tmp_path)
+    _, single = played(ensemble_experiment(0, ensemble=1, aggregation="mean"), tmp_path)
     assert state_of(single)["weights"] == ["round-000-verifier", "round-000-prover"]
     expected, meta = read_checkpoint(single.weights, "round-000-verifier")
     assert meta.keys() == {"round", "version", "threshold"}
@@ -135,7 +136,7 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
         players = Players(experiment, open_task(experiment.task))
         try:
             read = lambda name: read_checkpoint(whole.weights, name)  # noqa: E731
-            verifier, threshold = await players.compute(lambda: read_round_verifier(players, read, 0))
+            verifier, threshold = await players.compute(lambda: read_verifier(players, read, "round-000-verifier"))
             assert isinstance(verifier, VerifierEnsemble)
             scores_N = await players.scorer(verifier).score(held_out)
             version = verifier.version()
@@ -158,7 +159,7 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
 
 
 def test_an_ensemble_of_scalar_heads_plays_to_the_end(tmp_path: Path) -> None:
-    outcome, run = played(ensemble_experiment(steps=2, aggregation="mean", head="scalar"), tmp_path)
+    outcome, run = played(ensemble_experiment(1, steps=1, aggregation="mean", head="scalar"), tmp_path)
     assert outcome.status == "complete"
     assert len(state_of(run)["weights"]) == 5
 
@@ -172,7 +173,8 @@ def test_members_learn_from_the_problems_in_their_bags(tmp_path: Path, monkeypat
             seen.append({view.problem_ids[number] for number in view.problems_R})
 
     monkeypatch.setattr(verifier_phase, "PairStream", Noting)
-    outcome, run = played(ensemble_experiment(steps=2, aggregation="median", bag=0.7, robust="group_dro"), tmp_path)
+    settings = {"steps": 1, "aggregation": "median", "bag": 0.7, "robust": "group_dro"}
+    outcome, run = played(ensemble_experiment(1, **settings), tmp_path)
     assert outcome.status == "complete"
     minted = {r.problem_id for r in recorded(run) if "mint" in r.id}
     trained = {problem for problem in minted if not is_held_out(problem, 0.3)}

@@ -36,8 +36,9 @@ CPU = torch.device("cpu")
 
 def changed(settings: dict[str, Any]) -> Experiment:
     plain = small_experiment().plain()
-    small = {"game.rounds": 1, "verifier.steps": 5, "training.steps": 4, "training.learning_rate": 1e-2}
-    for key, value in {**small, "verifier.learning_rate": 1e-2, **settings}.items():
+    small = {"game.rounds": 1, "verifier.steps": 5, "training.steps": 4, "evaluation.problems": 4}
+    quick = {"training.learning_rate": 1e-2, "verifier.learning_rate": 1e-2, "store.commit_every": 2}
+    for key, value in {**small, **quick, **settings}.items():
         section, name = key.split(".")
         plain.setdefault(section, {})[name] = value
     return build_experiment(plain)
@@ -83,26 +84,30 @@ def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarr
     return told_N, found_N, float(found_N.std())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"rollout.prefetch": 1}, {"verifier.head": "scalar", "verifier.loss": "cross_entropy"}],
-    ids=["in turns", "pipelined", "scalar"],
-)
-def test_players_on_one_base_do_not_reach_into_each_other(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the prover's adapters learn, the verifier scores as alone, and the base stays what it was."""
-    experiment, seen = changed({**BOTH, **settings}), {}
+@pytest.fixture
+def bases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The fingerprint of the base prover at the end of each game."""
+    found: list[str] = []
     close = Players.close
 
     async def noting(players: Players) -> None:
-        seen["base"] = players.base.fingerprint()
+        found.append(players.base.fingerprint())
         await close(players)
 
     monkeypatch.setattr(Players, "close", noting)
-    run = played(experiment, tmp_path)
-    with open_model(experiment.models.prover, CPU) as base:
-        assert seen["base"] == base.fingerprint()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished game of adapters on one base, prover and verifier taking turns."""
+    root = tmp_path_factory.mktemp("whole")
+    played(changed(BOTH), root)
+    return root
+
+
+def assert_isolated(experiment: Experiment, run: RunDirectory) -> None:
+    """While the prover's adapters learnt, the verifier scored as alone."""
     told_N, found_N, spread = isolated_scores(experiment, run)
     assert spread > 1e-2
     assert told_N.tobytes() == found_N.tobytes()
@@ -112,6 +117,22 @@ def test_players_on_one_base_do_not_reach_into_each_other(
     assert kl[-1] > 1e-4
     weights, _ = read_checkpoint(run.weights, "round-000-verifier")
     assert {name for name in weights if ".lora_" not in name} <= {"bias", "weight_D"}
+
+
+def test_players_on_one_base_do_not_reach_into_each_other(whole: Path) -> None:
+    assert_isolated(changed(BOTH), RunDirectory.open("drill", whole))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rollout.prefetch": 1}, {"verifier.head": "scalar", "verifier.loss": "cross_entropy"}],
+    ids=["pipelined", "scalar"],
+)
+def test_nor_do_they_pipelined_or_with_another_head(settings: dict[str, Any], tmp_path: Path, bases: list[str]) -> None:
+    experiment = changed({**BOTH, **settings})
+    assert_isolated(experiment, played(experiment, tmp_path))
+    with open_model(experiment.models.prover, CPU) as base:
+        assert bases == [base.fingerprint()]
 
 
 def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -> None:
@@ -150,25 +171,24 @@ def test_verifiers_of_another_model_carry_adapters_too(tmp_path: Path) -> None:
     run = played(changed({**settings, "training.steps": 1}), tmp_path)
     members = [read_checkpoint(run.weights, f"round-000-verifier-member-{k}")[0] for k in (0, 1)]
     for name, tensor in members[0].items():
-        assert name == "bias" or ".lora_" in name
-        assert not torch.equal(tensor, members[1][name])
+        assert name == "bias" or (".lora_" in name and not torch.equal(tensor, members[1][name]))
     prover, _ = read_checkpoint(run.weights, "round-000-prover")
     with open_model(small_experiment().models.prover, CPU) as base:
         assert not any(torch.equal(tensor, prover[name]) for name, tensor in base.weights().items())
 
 
-def test_stopped_in_both_trainings_it_ends_like_the_uninterrupted_run(tmp_path: Path) -> None:
-    experiment = changed({**BOTH, "store.commit_every": 2})
-    played(experiment, tmp_path / "whole")
-    played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 4))
-    played(experiment, tmp_path / "stopped", stop_at=("train_prover", 3), resume=True)
-    played(experiment, tmp_path / "stopped", resume=True)
-    assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
+def test_stopped_in_both_trainings_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
+    experiment = changed(BOTH)
+    played(experiment, tmp_path, stop_at=("train_verifier", 4))
+    played(experiment, tmp_path, stop_at=("train_prover", 3), resume=True)
+    played(experiment, tmp_path, resume=True)
+    assert differences(fingerprint(tmp_path), fingerprint(whole)) == []
 
 
 def test_frozen_weights_may_be_bfloat16(tmp_path: Path) -> None:
     both = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
-    experiment = changed({**BOTH, "models.prover": both, "models.verifier": both, "training.steps": 2})
+    few = {"training.steps": 1, "verifier.steps": 2}
+    experiment = changed({**BOTH, "models.prover": both, "models.verifier": both, **few})
     run = played(experiment, tmp_path)
     verifier, _ = read_checkpoint(run.weights, "round-000-verifier")
     adapter, _ = read_checkpoint(run.weights, "round-000-prover-adapter")

@@ -33,7 +33,9 @@ def language(head: str) -> LanguageModel:
 
 def member(head: str, seed: int, like: VerifierModel | None = None) -> VerifierModel:
     """Moved away from the common start by `seed`."""
-    model = build_verifier(sections.Verifier(head=head), language(head), like)  # type: ignore[arg-type]
+    model = build_verifier(sections.Verifier(head=head), language(head))  # type: ignore[arg-type]
+    if like is not None:
+        model.share_with(like)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.trainable_state().values():

@@ -114,18 +114,17 @@ def test_members_are_scored_as_each_is_by_a_scorer_of_its_own(head: str, executo
         assert own_N.tobytes() == expected_N.tobytes()
 
 
-@pytest.mark.parametrize("head", ["scalar", "implicit"])
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@pytest.mark.parametrize(("head", "aggregation"), [("scalar", "mean"), ("implicit", "min"), ("implicit", "median")])
 def test_a_scorer_of_an_ensemble_gives_the_calibrated_bits_whatever_it_batches(
     head: str, aggregation: str, executor
 ) -> None:
     ensemble = ensemble_of(head, [1, 2, 3], aggregation)
-    rollouts = [rollout(text) for text in random_texts(30, seed=6, longest=80)]
+    rollouts = [rollout(text) for text in random_texts(14, seed=6, longest=80)]
     members_KN = held_out_scores(ensemble, executor, head, rollouts)
     ensemble.scales = common_scales(members_KN)
     assert not np.allclose(ensemble.scales.slopes_K, 1.0)
     expected_N = ensemble.aggregated(torch.from_numpy(members_KN)).numpy()
-    for size, budget in ((30, 4096), (1, 4096), (7, 1024)):
+    for size, budget in ((14, 4096), (1, 4096), (5, 1024)):
         scorer = scorer_of(ensemble, executor, head, budget)
         parts = [asyncio.run(scorer.score(rollouts[at : at + size])) for at in range(0, len(rollouts), size)]
         assert np.concatenate(parts).tobytes() == expected_N.tobytes(), (size, budget)
