@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pvg.protocol_checks import protocol_impossibilities, protocol_oddities
+
 if TYPE_CHECKING:
     from pvg.experiment import Experiment
 
@@ -87,6 +89,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_experts,
         _impossible_servers,
         _impossible_roles,
+        protocol_impossibilities,
     ):
         found += part(experiment)
     return found
@@ -327,6 +330,7 @@ def oddities(experiment: Experiment) -> list[str]:
     if training.blocked_layers and (missing := _missing_for_blocks(experiment)):
         found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
     found += _idle_servers(experiment)
+    found += protocol_oddities(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
     if rollout.group_deadline_s is not None and rollout.min_group == _rollouts_of_deadline(experiment):

@@ -1,4 +1,4 @@
-"""What the prover's training asks its engine for.
+"""What the prover's training, and a mint, ask the engine for.
 
 The groups of batch k are a function of the seed, the round and k; with `training.spo_prioritised` also of what
 `tracker` has learnt by the time they are ordered.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+
+import numpy as np
 
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import draw_weighted, generator_for, seed_for
@@ -78,3 +80,15 @@ class ProverOrders:
             generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
             drawn[role] = draw_weighted(self.tracker.weights(ids, role), roles.count(role), generator)
         return [pool[drawn[role].pop()] for role in roles]
+
+
+def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Generator) -> list[GroupOrder]:
+    """Per problem one group of helpful and one of sneaky solutions, together `game.mint_samples`."""
+    game = session.experiment.game
+    orders = []
+    for position, problem in enumerate(problems):
+        roles = assign_roles(game.mint_samples, game.sneaky_share, rng)
+        for role in (Role.HELPFUL, Role.SNEAKY):
+            if size := roles.count(role):
+                orders.append(session.order(problem, role, 2 * position + (1 - role.number), size))
+    return orders

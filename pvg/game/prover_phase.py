@@ -12,6 +12,7 @@ from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
+from pvg.game.simultaneous import VerifierUpdates, final_verifier_name, open_updates
 from pvg.game.states import Phase
 from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
@@ -50,11 +51,14 @@ async def train_prover(session: Session) -> None:
         learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
         with span("open_models"):
-            phase = ProverPhase(session, info, verifier, threshold, learner)
+            updates = await open_updates(session, verifier, threshold)
+            phase = ProverPhase(session, info, verifier, threshold, learner, updates)
         await phase.play()
         phase.tell_unfinished()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)
+            if updates is not None:
+                names.append(await updates.save())
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
@@ -105,8 +109,11 @@ def read_prover(session: Session, source: str) -> tuple[dict[str, Tensor], Adapt
 async def open_round_verifier(session: Session, round_: int) -> tuple[VerifierModel, float]:
     """The frozen verifier of a round and its acceptance threshold; the caller closes it."""
 
+    final = final_verifier_name(round_)  # there where it went on learning beside the prover, which is over
+
     def opened() -> tuple[VerifierModel, float]:
-        tensors, meta = session.ledger.read_weights(verifier_weights_name(round_))
+        name = final if final in session.state.weights else verifier_weights_name(round_)
+        tensors, meta = session.ledger.read_weights(name)
         verifier = session.players.open_verifier()
         verifier.load_trainable_state(tensors)
         return verifier, float(meta["threshold"])
@@ -115,16 +122,24 @@ async def open_round_verifier(session: Session, round_: int) -> tuple[VerifierMo
 
 
 class ProverPhase:
-    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood."""
+    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood.
+    `updates`: of a verifier that learns meanwhile; None: it is frozen."""
 
     def __init__(
-        self, session: Session, info: PhaseInfo, verifier: VerifierModel, threshold: float, learner: LanguageModel
+        self,
+        session: Session,
+        info: PhaseInfo,
+        verifier: VerifierModel,
+        threshold: float,
+        learner: LanguageModel,
+        updates: VerifierUpdates | None = None,
     ) -> None:
         experiment = session.experiment
         training = experiment.training
         self.session, self.info, self.learner = session, info, learner
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         self.scorer = session.players.scorer(verifier)
+        self.updates = updates
         self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
         self.minibatches = MinibatchSource(self.source, training.minibatches)
         learner.require_gradients()
@@ -186,7 +201,11 @@ class ProverPhase:
                 await self._publish()
             self.source.published(self.version)
         synced = sync_metrics(session.players.last_sync) if whole_batch else {}
-        metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced}
+        updated: dict[str, float] = {}
+        if self.updates is not None and whole_batch and self.updates.due(self.source.batches_done):
+            updated = await self.updates.play(self.scorer)
+            self.source.threshold = self.updates.threshold
+        metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced, **updated}
         session.alert(self.alerts.check(metrics), self.done)
         self.stopped = self.stop_rule.observe(metrics) and whole_batch
         session.report_step(self.info, self.done, metrics)
@@ -195,7 +214,11 @@ class ProverPhase:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
             # Sampled ahead, nothing is repeated bit by bit, and there may be no moment without a score on its way.
             cache = {} if self.source.prefetcher is not None else self.scorer.cache_state()
-            await session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
+            progress = self._progress()
+            if self.updates is not None:
+                tensors, progress["updates"] = await self.updates.state()
+                cache |= tensors
+            await session.commit_trainer(self.trainer, cache, version=self.version, progress=progress)
 
     async def _publish(self) -> None:
         tensors, adapter = await policy_of(self.session, self.learner)
@@ -232,6 +255,9 @@ class ProverPhase:
         if checkpoint is None:
             return
         tensors, meta = checkpoint
+        if self.updates is not None:
+            tensors = self.updates.load_state(tensors, state.progress["updates"], self.scorer)
+            self.source.threshold = self.updates.threshold
         cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
         if self.source.prefetcher is None:
             self.scorer.load_cache_state(cache)

@@ -7,6 +7,7 @@ threshold and measures the AUC.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
+from pvg.records import Float32, Rollout
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
@@ -70,9 +72,13 @@ def _open_pairs(session: Session) -> PairStream:
     shards = session.ledger.shards(round_, Phase.MINT.value)
     view = PairView(session.ledger.rollout_shards, shards, keep=lambda problem_id: not is_held_out(problem_id, share))
     weights = source_weights(game, sources_for_round(round_))
-    seed = seed_for(session.seed, round_, "pairs")
+    return pair_stream(session.experiment.verifier, view, weights, seed_for(session.seed, round_, "pairs"))
+
+
+def pair_stream(section: sections.Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
+    """The pairs of a view; with cross-entropy, where there is none, single solutions side by side."""
     stream = PairStream(view, weights, seed)
-    if session.experiment.verifier.loss == "cross_entropy" and not stream.pairs_available:
+    if section.loss == "cross_entropy" and not stream.pairs_available:
         return UnpairedStream(view, weights, seed)
     return stream
 
@@ -164,20 +170,31 @@ async def _calibrate(session: Session, verifier: VerifierModel) -> dict[str, flo
     lack correct or incorrect solutions: a weak prover on a small mint must not cost the round."""
     section, round_ = session.experiment.verifier, session.state.round
     minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
-    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)]
-    correct = sum(r.grade.correct for r in held_out)
-    if correct in (0, len(held_out)):
+    held_out, enough = calibration_set(minted, section.held_out)
+    if not enough:
+        correct = sum(is_held_out(r.problem_id, section.held_out) and r.grade.correct for r in minted)
+        count = sum(is_held_out(r.problem_id, section.held_out) for r in minted)
         message = (
-            f"{correct} of {len(held_out)} held-out solutions are correct: the threshold and the AUC are taken on all "
+            f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are taken on all "
             "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
         )
         session.alert([Alert("calibration", message)], section.steps)
-        held_out = minted
     with span("score"):
         scores_N = await session.players.scorer(verifier).score(held_out)
-    correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
+    return {**calibration(held_out, scores_N, section.acceptance), "held_out": float(len(held_out))}
+
+
+def calibration_set(rollouts: Sequence[Rollout], share: float) -> tuple[list[Rollout], bool]:
+    """Those of the held-out problems; all, and False, where these lack correct or incorrect solutions."""
+    held_out = [r for r in rollouts if is_held_out(r.problem_id, share)]
+    enough = 0 < sum(r.grade.correct for r in held_out) < len(held_out)
+    return (held_out, True) if enough else (list(rollouts), False)
+
+
+def calibration(rollouts: Sequence[Rollout], scores_N: Float32, acceptance: float) -> dict[str, float]:
+    """The AUC of correct against incorrect solutions, and the score that `acceptance` of the correct ones reach."""
+    correct_N = np.array([r.grade.correct for r in rollouts], dtype=bool)
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
-        "threshold": acceptance_threshold(scores_N[correct_N], section.acceptance),
-        "held_out": float(len(held_out)),
+        "threshold": acceptance_threshold(scores_N[correct_N], acceptance),
     }

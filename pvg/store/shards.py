@@ -207,6 +207,12 @@ class RolloutShards:
         return self.directory / (shard.path if isinstance(shard, ShardInfo) else shard)
 
 
+def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
+    """The solutions of rollouts that no shard is read for, as `RolloutShards.solutions` gives those of one."""
+    path = Path("memory")
+    return MappedSolutions(_open(pa.BufferReader(_to_bytes(rollouts)), path), path, None)
+
+
 # --- files -------------------------------------------------------------------------------------------------------
 
 

@@ -249,6 +249,7 @@ def _prover() -> list[Metric]:
         ),
         *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values that spo tracks, before the batch."),
         *_in(PROVER, "value_error", "reward", LOWER, "Mean distance between these values and the rewards."),
+        *_updated(),
         *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of the rollouts sampled in a second."),
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
         *_in(PROVER, "latency_p90_s", "s", LOWER, f"90th percentile of the latency {latency}"),
@@ -295,6 +296,25 @@ def _prover() -> list[Metric]:
             PROVER, "cache_evictions", "count", LOWER, "Scores the cache has given up for room since the phase began."
         ),
         *_trained(PROVER),
+    ]
+
+
+def _updated() -> list[Metric]:
+    """Of the steps that end in an update of the verifier (game.schedule = "simultaneous")."""
+    return [
+        *_in(PROVER, "verifier_loss", "number", LOWER, "The verifier's loss in the last step of its update."),
+        *_in(PROVER, "verifier_pair_accuracy", "share", HIGHER, "Pairs of that step that it puts into order."),
+        *_in(PROVER, "fresh_correct", "share", NEITHER, "Correct ones among the solutions sampled for the update."),
+        *_in(
+            PROVER,
+            "verifier_auc",
+            "share",
+            HIGHER,
+            "P(a correct solution scores above a wrong one) after the update, on held-out problems.",
+        ),
+        *_in(
+            PROVER, "threshold", "score", NEITHER, "The score from which on a solution is accepted, after the update."
+        ),
     ]
 
 
