@@ -10,12 +10,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pvg.experiment import Experiment
 
+TRANSLATORS_REWARDS = ("decoupled", "cgc", "goodhart")
 SIMULTANEOUS = ("verifier_every", "verifier_updates", "fresh_problems", "fresh_window", "fresh_share")
 
 
 def protocol_impossibilities(experiment: Experiment) -> list[str]:
     """Each sentence names the keys and a remedy."""
-    return _impossible_schedule(experiment)
+    return _impossible_schedule(experiment) + _impossible_solver(experiment)
+
+
+def _impossible_solver(experiment: Experiment) -> list[str]:
+    game, found = experiment.game, list[str]()
+    if game.protocol != "decoupled":
+        return found
+    if game.reward not in TRANSLATORS_REWARDS:
+        found.append(
+            f"game.reward = {game.reward!r} pays for correct and incorrect solutions, and game.protocol = 'decoupled' "
+            "asks for the solver's answer or another; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
+        )
+    if experiment.rollout.prompts == "plain":
+        found.append(
+            "rollout.prompts = 'plain' has no prompt that shows a translator the solver's solution; set it to 'tag' or "
+            "'chat', or game.protocol to 'direct'"
+        )
+    if game.solver != "base" and experiment.weights.transport == "lora":
+        found.append(
+            f"game.solver = {game.solver!r} is a whole model, and weights.transport = 'lora' brings adapters alone; "
+            "set that to 'filesystem', or game.solver to 'base'"
+        )
+    return found
 
 
 def _impossible_schedule(experiment: Experiment) -> list[str]:
@@ -32,6 +55,13 @@ def protocol_oddities(experiment: Experiment) -> list[str]:
     """Settings without an effect."""
     game = experiment.game
     found = []
+    if game.protocol != "decoupled" and game.solver != "base":
+        found.append(f"game.solver has no effect on game.protocol = {game.protocol!r}")
+    if game.protocol == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
+        found.append(
+            "models.prover.source = 'embedded:modchain-prover' was never shown a solution in its prompt and writes "
+            "none behind it; take 'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
+        )
     if game.schedule == "stackelberg":
         for name in SIMULTANEOUS:
             if name in game.model_fields_set:

@@ -163,7 +163,8 @@ class OnPolicySource:
                     columns.helpful_N,
                     columns.well_formed_N,
                     problem_ids_N,
-                    solver_correct_N=columns.correct_N,
+                    solver_correct_N=columns.solver_correct_N,
+                    kept_answer_N=columns.kept_N,
                 ),
                 experiment.game,
             )

@@ -27,7 +27,8 @@ class Outcomes:
 
     Shapes, all [N]: `scores_N` float32 logits, `correct_N`, `helpful_N`, `well_formed_N` bool, `problem_ids_N` integer
     numbers of the problems, `solver_correct_N` bool (decoupled game: whether the solver's answer was correct; in the
-    undecoupled game the prover is its own solver).
+    undecoupled game the prover is its own solver). `kept_answer_N` bool: the translation's answer is the solver's; None
+    where nothing was translated.
     """
 
     scores_N: Float32
@@ -36,11 +37,16 @@ class Outcomes:
     well_formed_N: Bools
     problem_ids_N: NDArray[np.int64]
     solver_correct_N: Bools
+    kept_answer_N: Bools | None = None
 
     @property
     def aligned_N(self) -> Bools:
-        """Role-aligned: helpful and correct, or sneaky and incorrect; and a solution at all."""
-        return np.asarray((self.correct_N == self.helpful_N) & self.well_formed_N)
+        """Role-aligned, and a solution at all: helpful and correct, or sneaky and incorrect. Of translations: faithful
+        with the solver's answer, right or wrong, or sneaky with another and wrong one."""
+        if self.kept_answer_N is None:
+            return np.asarray((self.correct_N == self.helpful_N) & self.well_formed_N)
+        led_astray_N = ~self.kept_answer_N & ~self.correct_N
+        return np.asarray(np.where(self.helpful_N, self.kept_answer_N, led_astray_N) & self.well_formed_N)
 
 
 def rewards(outcomes: Outcomes, game: Game) -> Float32:

@@ -28,6 +28,12 @@ class Columns:
         self.correct_N: Bools = np.array([r.grade.correct for r in rollouts], dtype=bool)
         self.well_formed_N: Bools = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
         self.truncated_N: Bools = np.array([r.finish_reason == "length" for r in rollouts], dtype=bool)
+        # Of translations: whether the answer is the solver's, and whether that one is right. Else None, and one's own.
+        translated = any(r.solver is not None for r in rollouts)
+        self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
+        self.solver_correct_N: Bools = np.array(
+            [r.grade.correct if r.solver is None else r.solver.correct for r in rollouts], dtype=bool
+        )
 
     @property
     def flaws_N(self) -> Bools:
@@ -73,7 +79,18 @@ def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),
     }
+    if c.kept_N is not None:
+        metrics |= translation_metrics(c.helpful_N, c.kept_N, c.solver_correct_N, c.flaws_N)
     return metrics
+
+
+def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools, flaws_N: Bools) -> dict[str, float]:
+    """What translators did to the solver's answers (the decoupled game)."""
+    return {
+        "solver_accuracy": float(solver_correct_N.mean()),
+        "faithful": share(kept_N, helpful_N),
+        "led_astray": share(flaws_N & ~kept_N, ~helpful_N),
+    }
 
 
 def verifier_auc(columns: Columns) -> float:
@@ -94,8 +111,8 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
         "sneaky_error_rate": share(flaws_N, ~helpful_N),
         "malformed": float((~well_formed_N).mean()),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
-        "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / seconds,
+        "completion_tokens": float(np.mean([r.sampled_tokens for r in rollouts])),
+        "tokens_per_s": sum(r.sampled_tokens for r in rollouts) / seconds,
     }
 
 
@@ -104,7 +121,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
     single rollouts, from the request until the engine hands it over."""
     latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
     p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
-    tokens = sum(len(r.completion_ids) for r in rollouts)
+    tokens = sum(r.sampled_tokens for r in rollouts)
     return {
         "tokens_per_s": tokens / seconds,
         "prompt_tokens_per_s": sum(len(r.prompt_ids) for r in rollouts) / seconds,

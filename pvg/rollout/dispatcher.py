@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.errors import ConfigurationError
-from pvg.records import Group, Int32, Problem, Role, Rollout
+from pvg.records import Group, Int32, Problem, Role, Rollout, SolverSolution
 from pvg.rollout.deadlines import Deadline, Watch
 from pvg.rollout.engine import Begun, Engine, GenerationRequest, Sampling
 from pvg.rollout.grading import Grader
+from pvg.tasks.answers import same_answer
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
@@ -34,13 +35,15 @@ BEGUN_AT_A_TIME = 256
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
-    """`size` rollouts wanted for one problem and role. `prompt_ids` int32 [P]; `group` is unique within its phase."""
+    """`size` rollouts wanted for one problem and role. `prompt_ids` int32 [P]; `group` is unique within its phase.
+    `solver`: the solution in the prompt, which they translate (the decoupled game)."""
 
     problem: Problem
     role: Role
     prompt_ids: Int32
     group: int
     size: int
+    solver: SolverSolution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,8 @@ class Dispatcher:
             grade=grade,
             timing=completion.timing,
             routed_experts=completion.routed_experts,
+            solver=order.solver,
+            kept_answer=None if order.solver is None else same_answer(grade.answer, order.solver.answer),
         )
 
 

@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
+from pvg.store import protocol_columns
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
 from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
 
 SHARD_SCHEMA = b"1"
 WITH_EXPERTS = b"2"  # the same columns and two more, for rollouts that carry routed experts
+WITH_PROTOCOL = b"3"  # those of the first and pvg.store.protocol_columns
+WITH_BOTH = b"4"
 ROLLOUTS = "rollouts"
 
 # Strings that many rows of a shard share are stored once and referred to by number.
@@ -64,11 +67,14 @@ SCHEMA = pa.schema(
 # Of rollouts with routed experts alone, so that all others are stored as they always were. The bytes of a row and their
 # [tokens, layers, experts per token, bytes of a number]; 64-bit offsets, for a shard of them may have many gigabytes.
 EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
-SCHEMAS = {
-    SHARD_SCHEMA: SCHEMA,
-    WITH_EXPERTS: SCHEMA.append(pa.field(EXPERTS, pa.large_binary()))
-    .append(pa.field(EXPERTS_SHAPE, pa.list_(pa.int64())))
-    .with_metadata({b"pvg.shard": WITH_EXPERTS}),
+EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
+SCHEMAS = {SHARD_SCHEMA: SCHEMA} | {
+    version: pa.schema([*SCHEMA, *more], metadata={b"pvg.shard": version})
+    for version, more in {
+        WITH_EXPERTS: EXPERT_FIELDS,
+        WITH_PROTOCOL: protocol_columns.FIELDS,
+        WITH_BOTH: [*protocol_columns.FIELDS, *EXPERT_FIELDS],
+    }.items()
 }
 
 # The list columns that come back as arrays; the spans' two become VersionSpans.
@@ -269,10 +275,14 @@ def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
         if column.name not in columns:
             values = [getattr(r, column.name) for r in rollouts]
             columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    schema = SCHEMA
-    if any(r.routed_experts is not None for r in rollouts):
-        schema = SCHEMAS[WITH_EXPERTS]
+    experts, protocol = any(r.routed_experts is not None for r in rollouts), protocol_columns.needed(rollouts)
+    if protocol:
+        columns |= protocol_columns.to_columns(rollouts)
+    if experts:
         columns |= _expert_columns([r.routed_experts for r in rollouts])
+    schema = SCHEMAS[
+        {(0, 0): SHARD_SCHEMA, (1, 0): WITH_EXPERTS, (0, 1): WITH_PROTOCOL}.get((experts, protocol), WITH_BOTH)
+    ]
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
@@ -323,6 +333,7 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
         for name in SCHEMA.names
     }
     columns[EXPERTS] = routed_experts(batch)
+    of_protocol = protocol_columns.of_rows(batch)
 
     def rollout(i: int) -> Rollout:
         row = {name: values[i] for name, values in columns.items()}
@@ -333,6 +344,7 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
             grade=Grade(*(row.pop(name) for name in ("correct", "well_formed", "answer", "note"))),
             timing=Timing(row.pop("queued_s"), row.pop("service_s")),
             **row,
+            **of_protocol[i],
         )
 
     return [rollout(i) for i in range(batch.num_rows)]

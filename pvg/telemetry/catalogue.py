@@ -24,13 +24,14 @@ NEITHER: Better = "neither"
 PAGE = Path("docs") / "metrics.md"
 
 # Phases, as they stand in full names.
-SAMPLE = ("init", "mint")  # `pvg rollout` leaves a run in its first state, init
+SAMPLE = ("init", "solve", "mint")  # `pvg rollout` leaves a run in its first state, init
 VERIFIER = ("train_verifier",)
 PROVER = ("train_prover",)
 ROUND = ("checkpoint", "round")  # the same numbers: once as a step, once as the row of the round's table
 
 KINDS = {
     "init": "steps of `pvg rollout`",
+    "solve": "steps of SOLVE (the decoupled game)",
     "mint": "steps of MINT",
     "train_verifier": "steps and end of TRAIN_VERIFIER",
     "train_prover": "steps of TRAIN_PROVER",
@@ -119,6 +120,15 @@ def _sampled() -> list[Metric]:
             "tokens/s",
             HIGHER,
             "Completion tokens per second of sampling.",
+        ),
+        *_in(play, "solver_accuracy", "share", HIGHER, "Solutions that were translated and are right (game.protocol)."),
+        *_in(play, "faithful", "share", HIGHER, "Faithful translations that keep the solver's answer, right or wrong."),
+        *_in(
+            play,
+            "led_astray",
+            "share",
+            NEITHER,
+            "Sneaky translations, well-formed, that lead to a wrong answer which is not the solver's.",
         ),
         *_in(play, "fooled_rate", "share", NEITHER, "Flaws that the round's verifier accepts."),
         *_in(play, "accepted_helpful", "share", HIGHER, "Correct helpful solutions that the round's verifier accepts."),
@@ -447,7 +457,7 @@ def page() -> str:
     from pvg.telemetry.prometheus import exposed_name
 
     sections: list[tuple[str, tuple[str, ...], str]] = [
-        ("Sampling", SAMPLE, "`pvg rollout` (init) and the mint: both roles, before any verifier."),
+        ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint: before any verifier."),
         ("Training the verifier", VERIFIER, "The calibration's figures come once, at the end of the phase."),
         ("Training the prover", PROVER, ""),
         ("Rounds", ROUND, "Fresh samples of both roles on test problems, at the end of each round."),
