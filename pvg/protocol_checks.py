@@ -16,7 +16,29 @@ SIMULTANEOUS = ("verifier_every", "verifier_updates", "fresh_problems", "fresh_w
 
 def protocol_impossibilities(experiment: Experiment) -> list[str]:
     """Each sentence names the keys and a remedy."""
-    return _impossible_schedule(experiment) + _impossible_solver(experiment)
+    return _impossible_schedule(experiment) + _impossible_solver(experiment) + _impossible_challenge(experiment)
+
+
+def _impossible_challenge(experiment: Experiment) -> list[str]:
+    rollout, found = experiment.rollout, list[str]()
+    if experiment.game.protocol != "challenge":
+        return found
+    if rollout.partial:
+        found.append(
+            "rollout.partial = true continues completions of one turn, and game.protocol = 'challenge' has several; "
+            "set rollout.partial to false"
+        )
+    if rollout.routed_experts:
+        found.append(
+            "rollout.routed_experts are told of completions of one turn, and game.protocol = 'challenge' has several; "
+            "set rollout.routed_experts to false"
+        )
+    if experiment.training.overlong_buffer:
+        found.append(
+            "training.overlong_buffer counts towards rollout.max_tokens, which game.protocol = 'challenge' gives the "
+            "solution alone; set it to 0"
+        )
+    return found
 
 
 def _impossible_solver(experiment: Experiment) -> list[str]:
@@ -62,6 +84,10 @@ def protocol_oddities(experiment: Experiment) -> list[str]:
             "models.prover.source = 'embedded:modchain-prover' was never shown a solution in its prompt and writes "
             "none behind it; take 'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
         )
+    if game.protocol != "challenge":
+        for name in ("challenge", "challenge_tokens"):
+            if name in game.model_fields_set:
+                found.append(f"game.{name} has no effect on game.protocol = {game.protocol!r}")
     if game.schedule == "stackelberg":
         for name in SIMULTANEOUS:
             if name in game.model_fields_set:

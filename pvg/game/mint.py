@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from pvg.game.challenge import environment_of
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
 from pvg.game.orders import mint_orders
 from pvg.game.prover_phase import read_prover
@@ -105,6 +106,7 @@ async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
         step=chunk.number,
         seed=seed_for(session.seed, state.round, "mint", chunk.number),
         prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
+        environment=environment_of(session, None),
     )
     session.tell_rollouts(groups, chunk.number)
     return [rollout for group in groups for rollout in group.rollouts]

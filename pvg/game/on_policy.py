@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from pvg.errors import TrainingDivergedError
+from pvg.game.challenge import environment_of
 from pvg.game.orders import ProverOrders
 from pvg.game.prefetch import Prefetcher
 from pvg.game.rewards import Outcomes, rewards
@@ -32,7 +33,7 @@ from pvg.records import Float32, Group, Rollout
 from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch, routed_experts_of
+from pvg.training.batch import PolicyBatch, routed_experts_of, sampled_masks_of
 from pvg.training.credit import advantages, soft_overlong_rewards, tracked_advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 from pvg.training.values import ValueTracker
@@ -75,7 +76,7 @@ class OnPolicySource:
     def __post_init__(self) -> None:
         experiment = self.session.experiment
         self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
-        self.orders = ProverOrders(self.session, self.tracker)
+        self.orders = ProverOrders(self.session, self.tracker, environment_of(self.session, self.scorer))
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
@@ -170,7 +171,7 @@ class OnPolicySource:
             )
         except ValueError as error:
             raise TrainingDivergedError(str(error)) from None
-        lengths_N = np.array([len(r.completion_ids) for r in rollouts])
+        lengths_N = np.array([r.sampled_tokens for r in rollouts])
         rewards_N = rewards_N + soft_overlong_rewards(
             lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
         )
@@ -187,13 +188,14 @@ class OnPolicySource:
         batch = PolicyBatch(
             sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
             prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-            sampled_logprobs=[r.logprobs for r in rollouts],
+            sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
             reference_logprobs=None,
             advantages_N=advantages_N,
             role_ids_N=role_ids_N,
             group_ids_N=group_ids_N,
             versions_N=versions_N,
             routed_experts=routed_experts_of(rollouts),
+            sampled_masks=sampled_masks_of(rollouts),
         )
         return rewards_N, batch, metrics
 

@@ -18,6 +18,7 @@ from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, source_of_round
 from pvg.rollout.deadlines import training_deadline
 from pvg.rollout.dispatcher import Call, GroupOrder
+from pvg.rollout.episodes import Environment
 from pvg.training.values import ValueTracker
 
 
@@ -25,6 +26,7 @@ from pvg.training.values import ValueTracker
 class ProverOrders:
     session: Session
     tracker: ValueTracker | None
+    environment: Environment | None = None
 
     def batch(self, number: int) -> list[GroupOrder]:
         """The groups of batch `number`: roles in their shares, a problem for each."""
@@ -66,6 +68,7 @@ class ProverOrders:
             prefix=call.prefix,
             deadline=training_deadline(self.session.experiment),
             gate=gate,
+            environment=self.environment,
         )
 
     def _problems(self, number: int, roles: list[Role]) -> list[Problem]:

@@ -24,6 +24,7 @@ import numpy as np
 import pvg
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment
+from pvg.game.challenge import completion_room
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
@@ -190,7 +191,8 @@ def check_prompts_fit(session: Session) -> None:
             longest = max(longest, empty + experiment.rollout.max_tokens)
     if not session.test_problems():
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
-    need = longest + experiment.rollout.max_tokens
+    room = completion_room(experiment)
+    need = longest + room
     _check_context(session.players.base, need, "models.prover")
     budgets = {
         "training.micro_batch_tokens": (experiment.training.micro_batch_tokens, need),
@@ -201,7 +203,7 @@ def check_prompts_fit(session: Session) -> None:
         if budget < least:
             raise ConfigurationError(
                 f"{key} = {budget} fits no batch: the longest prompt has {longest} tokens and a completion up to "
-                f"{experiment.rollout.max_tokens}.",
+                f"{room}.",
                 f"Set it to at least {least}, or lower rollout.max_tokens.",
             )
 
@@ -217,7 +219,7 @@ def check_players_can_train(session: Session) -> None:
         problem = max(session.problems("verifier") + session.problems("prover"), key=lambda p: len(p.question))
         empty = np.zeros(0, dtype=np.int32)
         ids, _ = template.tokens(problem.question, "", empty, players.base.tokenizer.fingerprint)
-        _check_context(verifier, len(ids) + experiment.rollout.max_tokens, "models.verifier")
+        _check_context(verifier, len(ids) + completion_room(experiment), "models.verifier")
     finally:
         verifier.close()
     if experiment.training.shared_prompts:

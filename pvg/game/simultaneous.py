@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pvg.errors import StateError
+from pvg.game.challenge import environment_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.orders import mint_orders
 from pvg.game.seeds import generator_for, seed_for
@@ -127,7 +128,7 @@ class VerifierUpdates:
         the calibration."""
         session, game = self._session, self._session.experiment.game
         with span("rollout"):
-            fresh = await self._sample()
+            fresh = await self._sample(scorer)
         session.ledger.keep(fresh)
         self._fresh[self._done] = fresh
         self._let_go()
@@ -149,7 +150,7 @@ class VerifierUpdates:
             **calibrated,
         }
 
-    async def _sample(self) -> list[Rollout]:
+    async def _sample(self, scorer: VerifierScorer) -> list[Rollout]:
         """Solutions of the engine's present policy, both roles for each problem, as in a mint."""
         session, round_, number = self._session, self._session.state.round, self._done
         size = session.experiment.game.fresh_problems
@@ -162,6 +163,7 @@ class VerifierUpdates:
             step=number,
             seed=seed_for(session.seed, round_, "fresh", number),
             prefix=f"{_prefix(round_)}{number:05d}",
+            environment=environment_of(session, scorer),
         )
         return [rollout for group in groups for rollout in group.rollouts]
 

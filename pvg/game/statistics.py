@@ -28,6 +28,7 @@ class Columns:
         self.correct_N: Bools = np.array([r.grade.correct for r in rollouts], dtype=bool)
         self.well_formed_N: Bools = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
         self.truncated_N: Bools = np.array([r.finish_reason == "length" for r in rollouts], dtype=bool)
+        self.dialogue = dialogue_metrics(rollouts)
         # Of translations: whether the answer is the solver's, and whether that one is right. Else None, and one's own.
         translated = any(r.solver is not None for r in rollouts)
         self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
@@ -79,6 +80,7 @@ def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),
     }
+    metrics |= c.dialogue
     if c.kept_N is not None:
         metrics |= translation_metrics(c.helpful_N, c.kept_N, c.solver_correct_N, c.flaws_N)
     return metrics
@@ -91,6 +93,16 @@ def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools
         "faithful": share(kept_N, helpful_N),
         "led_astray": share(flaws_N & ~kept_N, ~helpful_N),
     }
+
+
+def dialogue_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of rollouts of several turns (the challenge protocol); nothing where there is none."""
+    asked = [rollout for rollout in rollouts if rollout.turns]
+    if not asked:
+        return {}
+    # The first turn is the solution; what was sampled after it are the answers.
+    answers = [int(rollout.sampled_mask[rollout.turns[1].start :].sum()) for rollout in asked]
+    return {"challenged": len(asked) / len(rollouts), "answer_tokens": float(np.mean(answers))}
 
 
 def verifier_auc(columns: Columns) -> float:
@@ -113,6 +125,7 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "completion_tokens": float(np.mean([r.sampled_tokens for r in rollouts])),
         "tokens_per_s": sum(r.sampled_tokens for r in rollouts) / seconds,
+        **dialogue_metrics(rollouts),
     }
 
 

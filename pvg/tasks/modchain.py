@@ -79,6 +79,13 @@ class Modchain:
             note=first_flaw(parsed, operands, modulus),
         )
 
+    def steps(self, completion: str) -> list[tuple[int, int]]:
+        """Its sums, up to where it is malformed; not the final answer, which is no step."""
+        places: list[tuple[int, int]] = []
+        while match := STEP.match(completion, places[-1][1] if places else 0):
+            places.append(match.span())
+        return places
+
 
 # --- problems ----------------------------------------------------------------------------------------------------
 

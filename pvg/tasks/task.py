@@ -6,7 +6,7 @@ A new task is one file with such a class, its section in pvg.experiment and a li
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pvg.records import Grade, Problem, Split
 
@@ -20,3 +20,12 @@ class Task(Protocol):
     def problems(self, split: Split) -> Iterable[Problem]: ...
 
     def grade(self, problem: Problem, completion: str) -> Grade: ...
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A task that knows the steps of a solution better than its lines tell (see pvg.game.challenge)."""
+
+    def steps(self, completion: str) -> list[tuple[int, int]]:
+        """Where each step begins and ends in the text, in order: none empty, none over another. Never raises."""
+        ...

@@ -121,6 +121,8 @@ def _sampled() -> list[Metric]:
             HIGHER,
             "Completion tokens per second of sampling.",
         ),
+        *_in(everywhere, "challenged", "share", NEITHER, "Rollouts that were asked about a step (game.protocol)."),
+        *_in(everywhere, "answer_tokens", "tokens", NEITHER, "Mean length of the answers to these questions."),
         *_in(play, "solver_accuracy", "share", HIGHER, "Solutions that were translated and are right (game.protocol)."),
         *_in(play, "faithful", "share", HIGHER, "Faithful translations that keep the solver's answer, right or wrong."),
         *_in(

@@ -244,6 +244,8 @@ class PolicyObjective:
         device = next(module.parameters()).device
         logprobs_BL = batch_logprobs(module, batch, self._forward)
         mask_BL = _tensor(batch.completion_mask(), device)
+        if batch.sampled_masks is not None:  # what an environment wrote has a log-prob too, which is nobody's
+            logprobs_BL = logprobs_BL.masked_fill(~mask_BL, 0.0)
         sampled_BL = _tensor(batch.on_positions(batch.sampled_logprobs), device)
         proximal_BL, moved_BL = sampled_BL, None
         if batch.proximal_logprobs is not None:
