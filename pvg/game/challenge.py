@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pvg.experiment import Experiment
 from pvg.game.seeds import generator_for
 from pvg.game.session import Session
 from pvg.models.tokenizer import Tokenizer
@@ -31,8 +30,7 @@ from pvg.verifier.protocol import Scorer
 
 Place = tuple[int, int]  # where a step begins and ends in the text
 
-MOST_QUOTED = 160  # characters of a step that a question quotes
-TAG_ROOM, QUOTED_ROOM = 8, 320  # tokens that a question may take
+MOST_QUOTED = 160  # characters of a step that a question quotes: pvg.rollout.episodes.QUOTED_ROOM has room for them
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 
 
@@ -45,14 +43,6 @@ def environment_of(session: Session, scorer: Scorer | None) -> Challenges | None
     asked = scorer if experiment.game.challenge == "weakest" else None
     tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
     return Challenges(session.task, tokenizer, style, asked, session.seed, experiment.game.challenge_tokens)
-
-
-def completion_room(experiment: Experiment) -> int:
-    """Most tokens of a completion, questions included."""
-    rollout, game = experiment.rollout, experiment.game
-    if game.protocol != "challenge":
-        return rollout.max_tokens
-    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + game.challenge_tokens
 
 
 def steps_of(task: Task, text: str) -> list[Place]:

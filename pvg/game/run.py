@@ -24,7 +24,6 @@ import numpy as np
 import pvg
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment
-from pvg.game.challenge import completion_room
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
@@ -41,6 +40,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.products import in_blocks
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Role
+from pvg.rollout.episodes import completion_room
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.cuda_clock import CudaClock

@@ -32,7 +32,19 @@ from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.gathering import Call, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
 
 if TYPE_CHECKING:
+    from pvg.experiment import Experiment
     from pvg.rollout.dispatcher import Dispatcher
+
+
+TAG_ROOM, QUOTED_ROOM = 8, 320  # tokens that a question of the challenge protocol may take
+
+
+def completion_room(experiment: Experiment) -> int:
+    """Most tokens of a completion, what an environment writes included."""
+    rollout, game = experiment.rollout, experiment.game
+    if game.protocol != "challenge":
+        return rollout.max_tokens
+    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + game.challenge_tokens
 
 
 @dataclass(frozen=True, slots=True)
