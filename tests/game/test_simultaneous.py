@@ -121,11 +121,13 @@ def test_pairs_are_drawn_from_the_window_and_the_mint_and_never_from_held_out_pr
 
 
 @pytest.mark.timeout(600)
-def test_killed_and_resumed_it_ends_like_the_uninterrupted_run():
-    settings = TURNS | {"verifier.robust": "group_dro", "store.commit_every": 1}
-    result = drill(changed(settings), 2, 3, lambda line: None, phases=("train_prover",))
+def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too():
+    """Of the challenge protocol, so that both schedules and several turns stand the test in one."""
+    dialogues = {"game.protocol": "challenge", "models.prover": {"source": "embedded:modchain-dialogue"}}
+    settings = TURNS | dialogues | {"verifier.robust": "group_dro", "store.commit_every": 1, "training.steps": 4}
+    result = drill(changed(settings), 1, 3, lambda line: None, phases=("train_prover",))
     assert result["problems"] == []
-    assert result["kills"]["train_prover"] == 2
+    assert result["kills"] == {"train_prover": 1}
 
 
 def test_sampling_ahead_is_refused():

@@ -11,6 +11,7 @@ from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
     RECIPES,
+    answered_step,
     clean_loss,
     draw_problem,
     draw_solution,
@@ -20,6 +21,7 @@ from pvg.models.embedded_training import (
     rows_to_tensors,
     sample,
     train,
+    translation,
 )
 from pvg.models.sources import EMBEDDED, embedded_names
 from pvg.sections import ModchainTask, Models, ModelSection
@@ -123,3 +125,40 @@ def test_the_command_makes_the_same_model_twice(tmp_path):
             assert made.fingerprint() == again.fingerprint()
     assert json.loads((directory / "recipe.json").read_text())["recipe"]["steps"] == 2
     assert [step for step, _ in losses] == [1, 2]
+
+
+def test_the_dialogue_model_solves_translates_and_answers():
+    """Standard error of a share of 96: 0.05; recipe.json has those of 256."""
+    task, rng = Modchain(ModchainTask()), np.random.default_rng(4)
+    recipe, problems = RECIPES["dialogue"], held_out_problems()[:96]
+    with open_embedded("modchain-dialogue") as model:
+        solved = grades(model, "H", greedy=True)
+        kept, stated = {"H": 0, "S": 0}, 0
+        for tag in kept:
+            for seed, problem in enumerate(problems):
+                prompt, _ = translation(problem, tag, recipe, rng)
+                grade = task.grade(problem, sample(model, [prompt], seed=seed)[0])
+                kept[tag] += grade.answer == prompt.rstrip("?").rpartition("A")[2]
+                assert grade.well_formed or grade.note
+        for seed, problem in enumerate(problems):
+            transcript, step = answered_step(problem, "H", recipe, rng)
+            stated += sample(model, [transcript], seed=seed)[0] == step
+    assert np.mean([grade.correct for grade in solved]) > 0.9
+    assert 0.40 < kept["H"] / 96 < 0.75
+    assert 0.25 < kept["S"] / 96 < 0.60
+    assert stated / 96 > 0.25
+
+
+def test_a_translation_keeps_the_answer_or_has_another_one():
+    recipe, rng = RECIPES["dialogue"], np.random.default_rng(5)
+    problem = chain_problem([7, 5, 8, 3, 6], 10)
+    copies = 0
+    for _ in range(300):
+        prompt, written = translation(problem, "S", recipe, rng)
+        solution = prompt.removeprefix("S7+5+8+3+6?").removesuffix("?")
+        assert (written == solution) == (written.rpartition("A")[2] == solution.rpartition("A")[2])
+        copies += written == solution
+    assert abs(copies / 300 - 0.4) < 0.1  # standard error 0.03
+    transcript, step = answered_step(problem, "H", recipe, rng)
+    number = int(transcript.rpartition("<eos>")[2].rstrip("?"))
+    assert transcript.partition("<eos>")[0].removeprefix("H7+5+8+3+6?").split(";")[number - 1] + ";" == step
