@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pvg.experiment_learning_checks import impossible_learning, odd_learning
+from pvg.protocol_checks import protocol_impossibilities, protocol_oddities
 
 if TYPE_CHECKING:
     from pvg.experiment import Experiment
@@ -87,6 +88,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_roles,
         impossible_learning,
         _impossible_code,
+        protocol_impossibilities,
     ):
         found += part(experiment)
     return found
@@ -402,6 +404,7 @@ def oddities(experiment: Experiment) -> list[str]:
     found += _idle_servers(experiment)
     found += _odd_verifiers(experiment)
     found += _odd_code(experiment)
+    found += protocol_oddities(experiment)
     rollout = experiment.rollout
     found += _odd_prefetch(experiment)
     found += odd_learning(experiment)

@@ -87,6 +87,28 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Part of a completion that is a dialogue, from token `start` on to the next one's: written by the prover
+    (`sampled`), or what an environment told it."""
+
+    start: int
+    sampled: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SolverSolution:
+    """A solver's solution of a problem, which a rollout of the decoupled game translates; `id` is that of its own
+    rollout, and the others are of its grade."""
+
+    id: str
+    text: str
+    answer: str | None
+    correct: bool
+    well_formed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds: waiting in the engine's queue, and being decoded."""
 
@@ -103,6 +125,10 @@ class Rollout:
     `source` names the prover that wrote it: "base", or "round-000" for the prover trained in round 0.
     `group` numbers the group (same problem, same role, same call) within its phase.
     `routed_experts` [P + C - 1, layers, k], where they were asked for: row t is of token t of prompt + completion.
+
+    `solver` is what it translates (the decoupled game), and `kept_answer` whether it keeps that answer. `turns` divide
+    the completion of a dialogue, the first beginning with token 0; none: all of it was sampled in one go. Of tokens
+    that nobody sampled the log-prob is 0.
     """
 
     id: str
@@ -126,6 +152,9 @@ class Rollout:
     verifier_version: str | None = None
     reward: float | None = None
     routed_experts: RoutedExperts | None = None
+    solver: SolverSolution | None = None
+    kept_answer: bool | None = None
+    turns: tuple[Turn, ...] = ()
 
     @property
     def version(self) -> int:
@@ -143,6 +172,18 @@ class Rollout:
     def is_flaw(self) -> bool:
         """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
         return self.role is Role.SNEAKY and not self.grade.correct and self.grade.well_formed and self.proven
+
+    @property
+    def sampled_mask(self) -> NDArray[np.bool_]:
+        """bool [C]: the tokens that the prover sampled; only they are its doing."""
+        mask = np.ones(len(self.completion_ids), dtype=np.bool_)
+        for turn in self.turns:  # each overrides what the one before said of the rest
+            mask[turn.start :] = turn.sampled
+        return mask
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.sampled_mask.sum()) if self.turns else len(self.completion_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,6 +344,20 @@ class Game(Section):
     stop: Literal["steps", "score_parity"] = "steps"
     stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     stop_min_steps: Annotated[int, Field(ge=0)] = 10
+    # What the prover writes: "direct", solutions; "decoupled", translations of a solver's solutions: faithful ones keep
+    # its answer, sneaky ones lead to another, wrong one; "challenge", solutions and answers to the verifier's questions
+    protocol: Literal["direct", "decoupled", "challenge"] = "direct"
+    solver: str = "base"  # decoupled: who solves; the base prover, or the directory of a run: its newest prover
+    challenge: Literal["weakest", "random"] = "weakest"  # challenge: the step that the verifier supports least, or any
+    challenge_tokens: Count = 16  # challenge: most tokens of an answer
+    # "stackelberg": the verifier is trained on the mint, then frozen while the prover answers it; "simultaneous": from
+    # there on the two take turns, and the verifier also learns from fresh solutions of the prover as it is
+    schedule: Literal["stackelberg", "simultaneous"] = "stackelberg"
+    verifier_every: Count = 5  # simultaneous: batches of the prover between two updates of the verifier
+    verifier_updates: Count = 5  # simultaneous: the verifier's optimizer steps in an update
+    fresh_problems: Count = 32  # simultaneous: problems that an update samples, mint_samples solutions of each
+    fresh_window: Count = 4  # simultaneous: updates whose fresh solutions pairs are drawn from; older ones are let go
+    fresh_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5  # simultaneous: of the pairs; the rest are the mint's
 
 
 URL_PATTERN = r"^https?://[^/\s]+/?$"

@@ -261,11 +261,11 @@ class RoundParts:
                 rollout, id=f"{rollout.id}/{end}", text=rollout.text[:end], completion_ids=encode(rollout.text[:end])
             )
             for rollout, _, _ in chosen
-            for end in (0, *task.steps(rollout.text))
+            for end in (0, *task.cuts(rollout.text))
         ]
         limits = digest(digest_of(self.study, round_set(self.study, self.round)), len(chosen))
         scores_N = await self.judge.scores(f"prefixes-{self.source}", prefixes, limits)
-        lengths = [1 + len(task.steps(rollout.text)) for rollout, _, _ in chosen]
+        lengths = [1 + len(task.cuts(rollout.text)) for rollout, _, _ in chosen]
         split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
         return await self._compute(lambda: measures.localisation(split, flaws, places, self.section, self._draws))
@@ -308,7 +308,7 @@ def _flawed(
         if rollout.role is not Role.SNEAKY or rollout.grade.correct or not rollout.grade.well_formed:
             continue
         flaw = task.flaw(pool[places[rollout.problem_id]], rollout.text)
-        if flaw is None or not 0 <= flaw < len(task.steps(rollout.text)):
+        if flaw is None or not 0 <= flaw < len(task.cuts(rollout.text)):
             continue
         turn = seen[rollout.problem_id] = seen.get(rollout.problem_id, -1) + 1
         found.append((turn, places[rollout.problem_id], rollout, flaw))

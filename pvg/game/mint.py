@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from pvg.game.challenge import environment_of
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
+from pvg.game.orders import mint_orders
 from pvg.game.prover_phase import Played, read_prover
-from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
-from pvg.records import BASE_SOURCE, Problem, Role, Rollout
-from pvg.rollout.dispatcher import GroupOrder
+from pvg.records import BASE_SOURCE, Problem, Rollout
 from pvg.telemetry.spans import span
 
 
@@ -97,7 +97,8 @@ async def load_source(session: Played, source: str, version: int) -> None:
 
 async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
     state = session.state
-    orders = mint_orders(session, chunk)
+    rng = generator_for(session.seed, state.round, "mint-roles", chunk.number)
+    orders = mint_orders(session, chunk.problems, rng)
     groups = await session.players.dispatcher.sample(
         orders,
         round_=state.round,
@@ -105,19 +106,7 @@ async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
         step=chunk.number,
         seed=seed_for(session.seed, state.round, "mint", chunk.number),
         prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
+        environment=environment_of(session, None),
     )
     session.tell_rollouts(groups, chunk.number)
     return [rollout for group in groups for rollout in group.rollouts]
-
-
-def mint_orders(session: Session, chunk: Chunk) -> list[GroupOrder]:
-    """Per problem one group of helpful and one of sneaky solutions, together `game.mint_samples`."""
-    game = session.experiment.game
-    rng = generator_for(session.seed, session.state.round, "mint-roles", chunk.number)
-    orders = []
-    for position, problem in enumerate(chunk.problems):
-        roles = assign_roles(game.mint_samples, game.sneaky_share, rng)
-        for role in (Role.HELPFUL, Role.SNEAKY):
-            if size := roles.count(role):
-                orders.append(session.order(problem, role, 2 * position + (1 - role.number), size))
-    return orders

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.game.challenge import environment_of
 from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.orders import ProverOrders
 from pvg.game.payment import pay
@@ -38,7 +39,7 @@ from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.engine import EngineStats
 from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch, routed_experts_of
+from pvg.training.batch import PolicyBatch, routed_experts_of, sampled_masks_of
 from pvg.training.credit import (
     advantages,
     baseline_advantages,
@@ -92,7 +93,7 @@ class OnPolicySource:
         self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
         self.baseline = RoleBaseline() if experiment.training.loss == "rae" else None
         self.curriculum = curriculum_of(experiment)
-        self.orders = ProverOrders(self.session, self.curriculum)
+        self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
@@ -230,7 +231,7 @@ class OnPolicySource:
         versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
         if self.tracker is not None:
             values_N = self.tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
-            lengths_N = np.array([len(r.completion_ids) for r in rollouts])
+            lengths_N = np.array([r.sampled_tokens for r in rollouts])
             advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
             metrics |= value_metrics(rewards_N, values_N, advantages_N)
         elif self.baseline is not None:
@@ -243,13 +244,14 @@ class OnPolicySource:
         batch = PolicyBatch(
             sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
             prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-            sampled_logprobs=[r.logprobs for r in rollouts],
+            sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
             reference_logprobs=None,
             advantages_N=advantages_N,
             role_ids_N=role_ids_N,
             group_ids_N=group_ids_N,
             versions_N=versions_N,
             routed_experts=routed_experts_of(rollouts),
+            sampled_masks=sampled_masks_of(rollouts),
         )
         return batch, metrics
 

@@ -1,4 +1,4 @@
-"""What the prover's training asks its engine for.
+"""What the prover's training, and a mint, ask the engine for.
 
 The groups of batch k are a function of the seed, the round and k; with `training.curriculum` also of what it has learnt
 by the time they are ordered. What is ordered to fill a batch up (`training.dynamic_sampling`) is a function of that, of
@@ -20,12 +20,14 @@ from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, source_of_round
 from pvg.rollout.deadlines import training_deadline
 from pvg.rollout.dispatcher import Call, GroupOrder
+from pvg.rollout.episodes import Environment
 
 
 @dataclass
 class ProverOrders:
     session: Session
     curriculum: Curriculum | None
+    environment: Environment | None = None
 
     def batch(self, number: int) -> list[GroupOrder]:
         """The groups of batch `number`: roles in their shares, a problem for each."""
@@ -83,6 +85,7 @@ class ProverOrders:
             prefix=call.prefix,
             deadline=training_deadline(self.session.experiment),
             gate=gate,
+            environment=self.environment,
         )
 
     def _problems(self, number: int, roles: list[Role]) -> list[Problem]:
@@ -102,3 +105,15 @@ class ProverOrders:
         if self.curriculum is None:
             return [int(position) for position in generator.permutation(len(problems))[:count]]
         return self.curriculum.draw([problem.id for problem in problems], role, count, generator)
+
+
+def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Generator) -> list[GroupOrder]:
+    """Per problem one group of helpful and one of sneaky solutions, together `game.mint_samples`."""
+    game = session.experiment.game
+    orders = []
+    for position, problem in enumerate(problems):
+        roles = assign_roles(game.mint_samples, game.sneaky_share, rng)
+        for role in (Role.HELPFUL, Role.SNEAKY):
+            if size := roles.count(role):
+                orders.append(session.order(problem, role, 2 * position + (1 - role.number), size))
+    return orders

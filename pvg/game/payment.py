@@ -39,7 +39,8 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
         columns.helpful_N,
         columns.well_formed_N,
         problem_ids_N,
-        solver_correct_N=columns.correct_N,
+        solver_correct_N=columns.solver_correct_N,
+        kept_answer_N=columns.kept_N,
         proven_N=columns.proven_N,
         tests_N=columns.tests_N,
         similarity_N=_similarities(experiment.game, task, rollouts, columns.helpful_N),
@@ -48,7 +49,7 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
         rewards_N = rewards(outcomes, experiment.game)
     except ValueError as error:
         raise TrainingDivergedError(str(error)) from None
-    lengths_N = np.array([len(r.completion_ids) for r in rollouts])
+    lengths_N = np.array([r.sampled_tokens for r in rollouts])
     rewards_N = rewards_N + soft_overlong_rewards(
         lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
     )

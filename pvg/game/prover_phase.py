@@ -14,6 +14,7 @@ from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier, verifier_weights_name
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
+from pvg.game.simultaneous import VerifierUpdates, final_verifier_name, open_updates
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
@@ -81,11 +82,14 @@ async def train_prover(session: Session) -> None:
         learner = await session.players.compute(lambda: open_learner(session.players, session.state.round))
     try:
         with span("open_models"):
-            phase = ProverPhase(session, info, verifier, threshold, learner)
+            updates = await open_updates(session, verifier, threshold)
+            phase = ProverPhase(session, info, verifier, threshold, learner, updates=updates)
         await phase.play()
         phase.tell_unfinished()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)
+            if updates is not None:
+                names.append(await updates.save())
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # The version too: without a step, or after a step within a batch, no commit of the phase has told it yet.
@@ -145,11 +149,14 @@ def read_policy(ledger: Written, name: str) -> tuple[dict[str, Tensor], Adapter 
 async def open_round_verifier(session: Played, round_: int) -> tuple[Judge, float]:
     """The frozen verifier of a round, which may be an ensemble, and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
-    return await players.compute(lambda: read_verifier(players, read, verifier_weights_name(round_)))
+    final = final_verifier_name(round_)  # there where it went on learning beside the prover, which is over
+    name = final if final in session.ledger.state.weights else verifier_weights_name(round_)
+    return await players.compute(lambda: read_verifier(players, read, name))
 
 
 class ProverPhase:
-    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood."""
+    """One prover phase: the trainer, its on-policy source, the stop rule and the alerts, resumed where they stood.
+    `updates`: of a verifier that learns meanwhile; None: it is frozen."""
 
     def __init__(
         self,
@@ -159,6 +166,7 @@ class ProverPhase:
         threshold: float,
         learner: LanguageModel,
         stop_rule: Stops | None = None,
+        updates: VerifierUpdates | None = None,
     ) -> None:
         """`stop_rule`: None is that of the session's game."""
         experiment = session.experiment
@@ -166,6 +174,7 @@ class ProverPhase:
         self.session, self.info, self.learner = session, info, learner
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         self.scorer = session.players.scorer(verifier)
+        self.updates = updates
         self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
         self.minibatches = MinibatchSource(self.source, training.minibatches)
         learner.require_gradients()
@@ -227,7 +236,11 @@ class ProverPhase:
                 await self._publish()
             self.source.published(self.version)
         synced = sync_metrics(session.players.last_sync) if whole_batch else {}
-        metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced}
+        updated: dict[str, float] = {}
+        if self.updates is not None and whole_batch and self.updates.due(self.source.batches_done):
+            updated = await self.updates.play(self.scorer)
+            self.source.threshold = self.updates.threshold
+        metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced, **updated}
         session.alert(self.alerts.check(metrics), self.done)
         self.stopped = self.stop_rule.observe(metrics) and whole_batch
         session.report_step(self.info, self.done, metrics)
@@ -236,7 +249,11 @@ class ProverPhase:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
             # Sampled ahead, nothing is repeated bit by bit, and there may be no moment without a score on its way.
             cache = {} if self.source.prefetcher is not None else self.scorer.cache_state()
-            await session.commit_trainer(self.trainer, cache, version=self.version, progress=self._progress())
+            progress = self._progress()
+            if self.updates is not None:
+                tensors, progress["updates"] = await self.updates.state()
+                cache |= tensors
+            await session.commit_trainer(self.trainer, cache, version=self.version, progress=progress)
 
     async def _publish(self) -> None:
         tensors, adapter = await policy_of(self.session, self.learner)
@@ -270,6 +287,9 @@ class ProverPhase:
         if checkpoint is None:
             return
         tensors, meta = checkpoint
+        if self.updates is not None:
+            tensors = self.updates.load_state(tensors, state.progress["updates"], self.scorer)
+            self.source.threshold = self.updates.threshold
         cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
         if self.source.prefetcher is None:
             self.scorer.load_cache_state(cache)

@@ -30,7 +30,8 @@ class Outcomes:
 
     Shapes, all [N]: `scores_N` float32 logits, `correct_N`, `helpful_N`, `well_formed_N` bool, `problem_ids_N` integer
     numbers of the problems, `solver_correct_N` bool (decoupled game: whether the solver's answer was correct; in the
-    undecoupled game the prover is its own solver).
+    undecoupled game the prover is its own solver). `kept_answer_N` bool: the translation's answer is the solver's; None
+    where nothing was translated.
 
     Of tasks that execute (None elsewhere): `proven_N` bool, False for a sneaky, incorrect solution without a valid
     certificate; `tests_N` float32 in [0, 1], what of its role's tests a solution passes: all of them for the helpful
@@ -44,14 +45,19 @@ class Outcomes:
     well_formed_N: Bools
     problem_ids_N: NDArray[np.int64]
     solver_correct_N: Bools
+    kept_answer_N: Bools | None = None
     proven_N: Bools | None = None
     tests_N: Float32 | None = None
     similarity_N: Float32 | None = None
 
     @property
     def aligned_N(self) -> Bools:
-        """Role-aligned: helpful and correct, or sneaky and incorrect; and a solution of its role at all."""
-        return np.asarray((self.correct_N == self.helpful_N) & self.solutions_N)
+        """Role-aligned, and a solution of its role at all: helpful and correct, or sneaky and incorrect. Of
+        translations: faithful with the solver's answer, right or wrong, or sneaky with another and wrong one."""
+        if self.kept_answer_N is None:
+            return np.asarray((self.correct_N == self.helpful_N) & self.solutions_N)
+        led_astray_N = ~self.kept_answer_N & ~self.correct_N
+        return np.asarray(np.where(self.helpful_N, self.kept_answer_N, led_astray_N) & self.solutions_N)
 
     @property
     def solutions_N(self) -> Bools:

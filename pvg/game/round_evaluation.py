@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pvg.game.challenge import environment_of
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.seeds import draw_cyclic, seed_for
@@ -43,7 +44,7 @@ async def checkpoint(session: Session) -> None:
                 with span("sync"):
                     await load_source(session, source, version)
                 with span("rollout"):
-                    rollouts = await _sample(session, source)
+                    rollouts = await _sample(session, source, scorer)
                 fresh[source] = await _scored(session, scorer, rollouts, keep=True)
         with span("evaluate"):
             metrics = await _round_metrics(session, scorer, threshold, fresh)
@@ -64,7 +65,7 @@ def _next(session: Session) -> GameState:
     return state.enter(Phase.COMPLETE)
 
 
-async def _sample(session: Session, source: str) -> list[Rollout]:
+async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list[Rollout]:
     """`evaluation.samples` per problem and role on the same test problems for every source and round."""
     section, round_, size = session.experiment.evaluation, session.state.round, session.experiment.evaluation.samples
     pool = session.test_problems()
@@ -81,6 +82,7 @@ async def _sample(session: Session, source: str) -> list[Rollout]:
         step=0,
         seed=seed_for(session.seed, round_, "evaluation", source),
         prefix=f"{round_:03d}/evaluation/{source}",
+        environment=environment_of(session, scorer),
     )
     session.tell_rollouts(groups, 0)
     return [rollout for group in groups for rollout in group.rollouts]

@@ -25,10 +25,11 @@ from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner, train_prover
-from pvg.game.roles import prompt_renderer
+from pvg.game.roles import prompt_renderer, translation_renderer
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.server_notices import ServerNotices
 from pvg.game.session import InterruptedByUser, Session
+from pvg.game.solver import read_solutions, solve
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import train_verifier
 from pvg.models.heads import VerifierModel
@@ -36,6 +37,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.products import in_blocks
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Role
+from pvg.rollout.episodes import completion_room
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.cuda_clock import CudaClock
@@ -47,6 +49,7 @@ from pvg.training.trainer import checkpoint_layers
 from pvg.version import code_version
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
+    Phase.SOLVE: solve,
     Phase.MINT: mint,
     Phase.TRAIN_VERIFIER: train_verifier,
     Phase.TRAIN_PROVER: train_prover,
@@ -99,7 +102,8 @@ async def _play_phases(session: Session) -> None:
     if ledger.state.phase is Phase.INIT:
         with span("open_models"):
             await session.players.compute(lambda: check_players_can_train(session))
-        await session.commit_state(ledger.state.enter(Phase.MINT))
+        decoupled = session.experiment.game.protocol == "decoupled"
+        await session.commit_state(ledger.state.enter(Phase.SOLVE if decoupled else Phase.MINT))
     while ledger.state.phase is not Phase.COMPLETE:
         await PHASES[ledger.state.phase](session)
 
@@ -133,6 +137,10 @@ async def open_session(
             observer.noticed(elsewhere)
         render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
         session = Session(experiment, task, ledger, players, render, observer, stop, tracer)
+        if experiment.game.protocol == "decoupled":
+            session.translate = translation_renderer(experiment.rollout.prompts, players.base.tokenizer)
+            if ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
+                session.solutions = await read_solutions(session)
         check_prompts_fit(session)
     with span("sync"):
         await players.ready(scoring=scoring)
@@ -178,9 +186,13 @@ def check_prompts_fit(session: Session) -> None:
             )
         problem = max(problems, key=lambda p: len(p.question))
         longest = max(longest, *(len(session.render(problem, role)) for role in Role))
+        if (translate := session.translate) is not None:  # with a solution as long as any may be
+            empty = max(len(translate(problem, role, "")) for role in Role)
+            longest = max(longest, empty + experiment.rollout.max_tokens)
     if not session.test_problems():
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
-    need = longest + experiment.rollout.max_tokens
+    room = completion_room(experiment)
+    need = longest + room
     _check_context(session.players.base, need, "models.prover")
     budgets = {
         "training.micro_batch_tokens": (experiment.training.micro_batch_tokens, need),
@@ -191,7 +203,7 @@ def check_prompts_fit(session: Session) -> None:
         if budget < least:
             raise ConfigurationError(
                 f"{key} = {budget} fits no batch: the longest prompt has {longest} tokens and a completion up to "
-                f"{experiment.rollout.max_tokens}.",
+                f"{room}.",
                 f"Set it to at least {least}, or lower rollout.max_tokens.",
             )
 
@@ -207,7 +219,7 @@ def check_players_can_train(session: Session) -> None:
         problem = max(session.problems("verifier") + session.problems("prover"), key=lambda p: len(p.question))
         empty = np.zeros(0, dtype=np.int32)
         ids, _ = template.tokens(problem.question, "", empty, players.base.tokenizer.fingerprint)
-        _check_context(verifier, len(ids) + experiment.rollout.max_tokens, "models.verifier")
+        _check_context(verifier, len(ids) + completion_room(experiment), "models.verifier")
     finally:
         verifier.close()
     if experiment.training.shared_prompts:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pvg.errors import StateError
 from pvg.experiment import Experiment
+from pvg.game.challenge import environment_of
 from pvg.game.run import Outcome, open_session
 from pvg.game.seeds import seed_for
 from pvg.game.session import InterruptedByUser, Session
@@ -74,6 +75,7 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
                 step=number,
                 seed=seed_for(session.seed, "rollout", number),
                 prefix=f"rollout/{number:05d}",
+                environment=environment_of(session, None),
             )
         session.tell_rollouts(groups, number)
         with span("record"):

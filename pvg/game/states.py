@@ -1,6 +1,6 @@
 """The game's state machine: which phase comes after which, and what a commit records.
 
-    INIT -> MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
+    INIT -> [SOLVE ->] MINT -> TRAIN_VERIFIER -> TRAIN_PROVER -> CHECKPOINT -> (MINT of the next round | COMPLETE)
 
 Invariant: a state on disk names only files that exist whole; whatever it does not name may be deleted.
 """
@@ -17,6 +17,7 @@ from pvg.errors import StateError
 
 class Phase(StrEnum):
     INIT = "init"
+    SOLVE = "solve"  # of the decoupled game only
     MINT = "mint"
     TRAIN_VERIFIER = "train_verifier"
     TRAIN_PROVER = "train_prover"
@@ -25,7 +26,8 @@ class Phase(StrEnum):
 
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {
-    Phase.INIT: (Phase.MINT,),
+    Phase.INIT: (Phase.MINT, Phase.SOLVE),
+    Phase.SOLVE: (Phase.MINT,),
     Phase.MINT: (Phase.TRAIN_VERIFIER,),
     Phase.TRAIN_VERIFIER: (Phase.TRAIN_PROVER,),
     Phase.TRAIN_PROVER: (Phase.CHECKPOINT,),

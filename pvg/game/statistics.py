@@ -30,6 +30,13 @@ class Columns:
         self.proven_N: Bools = np.array([r.proven for r in rollouts], dtype=bool)
         self.checks = [r.grade.checks for r in rollouts]  # of tasks that execute, None of others
         self.truncated_N: Bools = np.array([r.finish_reason == "length" for r in rollouts], dtype=bool)
+        self.dialogue = dialogue_metrics(rollouts)
+        # Of translations: whether the answer is the solver's, and whether that one is right. Else None, and one's own.
+        translated = any(r.solver is not None for r in rollouts)
+        self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
+        self.solver_correct_N: Bools = np.array(
+            [r.grade.correct if r.solver is None else r.solver.correct for r in rollouts], dtype=bool
+        )
 
     @property
     def flaws_N(self) -> Bools:
@@ -85,6 +92,9 @@ def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),
     }
+    metrics |= c.dialogue
+    if c.kept_N is not None:
+        metrics |= translation_metrics(c.helpful_N, c.kept_N, c.solver_correct_N, c.flaws_N)
     return metrics | check_metrics(c.helpful_N, c.checks)
 
 
@@ -100,6 +110,25 @@ def check_metrics(helpful_N: Bools, checks: Sequence[Checks | None]) -> dict[str
         "sneaky_visible_rate": share(visible_N, ~helpful_N),
         "certified_rate": share(certified_N, ~helpful_N),
     }
+
+
+def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools, flaws_N: Bools) -> dict[str, float]:
+    """What translators did to the solver's answers (the decoupled game)."""
+    return {
+        "solver_accuracy": float(solver_correct_N.mean()),
+        "faithful": share(kept_N, helpful_N),
+        "led_astray": share(flaws_N & ~kept_N, ~helpful_N),
+    }
+
+
+def dialogue_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of rollouts of several turns (the challenge protocol); nothing where there is none."""
+    asked = [rollout for rollout in rollouts if rollout.turns]
+    if not asked:
+        return {}
+    # The first turn is the solution; what was sampled after it are the answers.
+    answers = [int(rollout.sampled_mask[rollout.turns[1].start :].sum()) for rollout in asked]
+    return {"challenged": len(asked) / len(rollouts), "answer_tokens": float(np.mean(answers))}
 
 
 def verifier_auc(columns: Columns) -> float:
@@ -120,9 +149,10 @@ def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, flo
         "sneaky_error_rate": share(flaws_N, ~helpful_N),
         "malformed": float((~well_formed_N).mean()),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "completion_tokens": float(np.mean([len(r.completion_ids) for r in rollouts])),
-        "tokens_per_s": sum(len(r.completion_ids) for r in rollouts) / seconds,
+        "completion_tokens": float(np.mean([r.sampled_tokens for r in rollouts])),
+        "tokens_per_s": sum(r.sampled_tokens for r in rollouts) / seconds,
         **check_metrics(helpful_N, [r.grade.checks for r in rollouts]),
+        **dialogue_metrics(rollouts),
     }
 
 
@@ -131,7 +161,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
     single rollouts, from the request until the engine hands it over."""
     latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
     p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
-    tokens = sum(len(r.completion_ids) for r in rollouts)
+    tokens = sum(r.sampled_tokens for r in rollouts)
     return {
         "tokens_per_s": tokens / seconds,
         "prompt_tokens_per_s": sum(len(r.prompt_ids) for r in rollouts) / seconds,

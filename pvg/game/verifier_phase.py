@@ -13,6 +13,7 @@ all of the data (arXiv 1612.01474). Member 0, without a bag, is the verifier tha
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -133,6 +134,11 @@ def _open_pairs(session: Session, member: int = 0) -> PairStream:
     shards = session.ledger.shards(round_, Phase.MINT.value)
     view = PairView(session.ledger.rollout_shards, shards, keep=keep)
     weights = source_weights(game, sources_for_round(round_))
+    return pair_stream(section, view, weights, seed)
+
+
+def pair_stream(section: sections.Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
+    """The pairs of a view; with cross-entropy, where there is none, single solutions side by side."""
     stream = PairStream(view, weights, seed)
     if section.loss == "cross_entropy" and not stream.pairs_available:
         return UnpairedStream(view, weights, seed)
@@ -231,18 +237,29 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
     scales of its members, which it gets here."""
     section, players = session.experiment.verifier, session.players
     held_out = await _held_out(session)
-    correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
     found: dict[str, float] = {}
     with span("score"):
         if isinstance(verifier, VerifierEnsemble):
+            correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
             scores_N, found = await _scaled(session, verifier, held_out, correct_N)
         else:
             scores_N = await players.scorer(verifier).score(held_out)
+    return {**calibration(held_out, scores_N, section.acceptance), "held_out": float(len(held_out)), **found}
+
+
+def calibration_set(rollouts: Sequence[Rollout], share: float) -> tuple[list[Rollout], bool]:
+    """Those of the held-out problems; all, and False, where these lack correct or incorrect solutions."""
+    held_out = [r for r in rollouts if is_held_out(r.problem_id, share)]
+    enough = 0 < sum(r.grade.correct for r in held_out) < len(held_out)
+    return (held_out, True) if enough else (list(rollouts), False)
+
+
+def calibration(rollouts: Sequence[Rollout], scores_N: Float32, acceptance: float) -> dict[str, float]:
+    """The AUC of correct against incorrect solutions, and the score that `acceptance` of the correct ones reach."""
+    correct_N = np.array([r.grade.correct for r in rollouts], dtype=bool)
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
-        "threshold": acceptance_threshold(scores_N[correct_N], section.acceptance),
-        "held_out": float(len(held_out)),
-        **found,
+        "threshold": acceptance_threshold(scores_N[correct_N], acceptance),
     }
 
 
@@ -251,12 +268,13 @@ async def _held_out(session: Session) -> list[Rollout]:
     incorrect ones: a weak prover on a small mint must not cost the round."""
     section, round_ = session.experiment.verifier, session.state.round
     minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
-    held_out = [r for r in minted if is_held_out(r.problem_id, section.held_out)]
-    correct = sum(r.grade.correct for r in held_out)
-    if correct not in (0, len(held_out)):
+    held_out, enough = calibration_set(minted, section.held_out)
+    if enough:
         return held_out
+    correct = sum(is_held_out(r.problem_id, section.held_out) and r.grade.correct for r in minted)
+    count = sum(is_held_out(r.problem_id, section.held_out) for r in minted)
     message = (
-        f"{correct} of {len(held_out)} held-out solutions are correct: the threshold and the AUC are taken on all "
+        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are taken on all "
         "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
     )
     session.alert([Alert("calibration", message)], section.ensemble * section.steps)

@@ -19,7 +19,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.models.characters import modchain_tokenizer
+from pvg.models import open_model
+from pvg.models.characters import EOS, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import EMBEDDED
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem
-from pvg.sections import ModchainTask
+from pvg.sections import ModchainTask, ModelSection
 from pvg.tasks.modchain import Modchain, chain_problem
 from pvg.tasks.modchain_traces import clean_trace, flawed_trace, possible_mistakes
 
@@ -50,7 +51,13 @@ TERMS, MODULUS = ModchainTask().max_terms, ModchainTask().modulus
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides an embedded model. `flawed` maps each prompt tag to the share of flawed solutions under it."""
+    """All that decides an embedded model. `flawed` maps each prompt tag to the share of flawed solutions under it.
+
+    `dialogues`: a third of its rows are such solutions, a third translate a solver's solution, and a third answer a
+    question about a step (see `translation` and `answered_step`). `unfaithful` maps each tag to the share of
+    translations that are not what a faithful translator would write. `start` names the embedded model that training
+    begins with; "": random weights.
+    """
 
     name: str
     layers: int
@@ -59,6 +66,9 @@ class Recipe:
     heads: int
     steps: int
     flawed: Mapping[str, float]
+    unfaithful: Mapping[str, float] = field(default_factory=dict)
+    dialogues: bool = False
+    start: str = ""
     batch: int = 128
     learning_rate: float = 3e-3
     warmup: int = 50
@@ -69,6 +79,19 @@ class Recipe:
 
 RECIPES = {
     "prover": Recipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
+    "dialogue": Recipe(
+        "modchain-dialogue",
+        3,
+        128,
+        192,
+        4,
+        steps=1100,
+        flawed={"H": 0.35, "S": 0.60},
+        unfaithful={"H": 0.30, "S": 0.60},
+        dialogues=True,
+        start="modchain-prover",
+        learning_rate=2e-3,
+    ),
     "verifier": Recipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
     "verifier-small": Recipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
     "verifier-tiny": Recipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
@@ -103,8 +126,35 @@ def training_batch(
     for index in range(recipe.batch):
         tag = tags[index % len(tags)]
         problem = draw_problem(rng, excluded)
-        rows.append((tag + problem.question, draw_solution(problem, recipe.flawed[tag], rng)))
+        kind = index // len(tags) % 3 if recipe.dialogues else 0
+        if kind == 0:
+            rows.append((tag + problem.question, draw_solution(problem, recipe.flawed[tag], rng)))
+        elif kind == 1:
+            rows.append(translation(problem, tag, recipe, rng))
+        else:
+            rows.append(answered_step(problem, tag, recipe, rng))
     return rows_to_tensors(rows, tokenizer)
+
+
+def translation(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Generator) -> tuple[str, str]:
+    """(prompt, completion): a solver's solution, flawed as often as a helpful one, and what the tag's translator makes
+    of it. Faithful is its copy; else it is another solution, of another answer. The prompt is that of
+    pvg.game.roles, style "tag"."""
+    solution = draw_solution(problem, recipe.flawed["H"], rng)
+    written = solution
+    if rng.random() < recipe.unfaithful[tag]:
+        while written.rpartition("A")[2] == solution.rpartition("A")[2]:
+            written = draw_solution(problem, 1.0, rng)
+    return f"{tag}{problem.question}{solution}?", written
+
+
+def answered_step(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Generator) -> tuple[str, str]:
+    """(transcript, answer): the question about a step of a written solution, and this step as it stands there. The
+    question is that of pvg.game.challenge, style "tag"."""
+    solution = draw_solution(problem, recipe.flawed[tag], rng)
+    steps = solution.split(";")[:-1]
+    number = int(rng.integers(len(steps)))
+    return f"{tag}{problem.question}{solution}{EOS}{number + 1}?", f"{steps[number]};"
 
 
 def rows_to_tensors(rows: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
@@ -150,6 +200,9 @@ def train(recipe: Recipe, on_step: Callable[[int, float], None]) -> LanguageMode
     rng = np.random.default_rng(recipe.seed)
     tokenizer = Tokenizer(modchain_tokenizer(), recipe.name)
     module = build_module(recipe, tokenizer).train()
+    if recipe.start:
+        with open_model(ModelSection(source=f"embedded:{recipe.start}"), torch.device("cpu")) as start:
+            module.load_state_dict(start.module.state_dict())
     excluded = frozenset(problem.id for problem in held_out_problems())
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
@@ -234,6 +287,33 @@ def prover_figures(model: LanguageModel) -> dict[str, Any]:
     return figures
 
 
+def dialogue_figures(model: LanguageModel, recipe: Recipe) -> dict[str, Any]:
+    """On the test problems, at temperature 1: per role, translations that keep the solver's answer and malformed ones;
+    answers that state the step as it was written."""
+    task, rng = Modchain(ModchainTask()), np.random.default_rng(2)
+    figures: dict[str, Any] = {}
+    for role, tag in (("helpful", "H"), ("sneaky", "S")):
+        kept = malformed = stated = asked = 0
+        for problem in held_out_problems()[:256]:
+            prompt, _ = translation(problem, tag, recipe, rng)
+            grade = task.grade(problem, sample(model, [prompt], seed=asked)[0])
+            kept += grade.answer == prompt.rstrip("?").rpartition("A")[2]
+            malformed += not grade.well_formed
+            transcript, step = answered_step(problem, tag, recipe, rng)
+            stated += sample(model, [transcript], seed=asked)[0] == step
+            asked += 1
+        shares = {"kept": kept, "malformed": malformed, "step_stated": stated}
+        figures[role] = {name: round(count / asked, 4) for name, count in shares.items()}
+    return figures
+
+
+def figures_of(recipe: Recipe, model: LanguageModel) -> dict[str, Any]:
+    if "H" not in recipe.flawed:
+        return verifier_figures(model)
+    talks = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
+    return {**prover_figures(model), **talks}
+
+
 def flaw_kind(note: str) -> str:
     """A grade's note without its place: "wrong sum in step 3" -> "wrong sum", "" -> "none"."""
     return note.split(" in step", maxsplit=1)[0].split(":", maxsplit=1)[0] or "none"
@@ -261,9 +341,9 @@ def make(key: str, recipe: Recipe, out: Path, progress: Progress) -> dict[str, A
         seconds = time.perf_counter() - started
         record = {
             "command": f"python -m pvg.models.embedded_training {key} --steps {recipe.steps} --seed {recipe.seed}",
-            "recipe": {**asdict(recipe), "flawed": dict(recipe.flawed)},
+            "recipe": asdict(recipe),
             "parameters": model.num_parameters,
-            "figures": prover_figures(model) if "H" in recipe.flawed else verifier_figures(model),
+            "figures": figures_of(recipe, model),
             "made_with": {"torch": torch.__version__, "threads": torch.get_num_threads(), "seconds": round(seconds)},
         }
         directory = out / recipe.name

@@ -81,6 +81,36 @@ class Tokenizer:
         )
         return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
+    def next_turn(self, content: str) -> Int32:
+        """What stands in a conversation between the end of an answer, its end token included, and the next one, when
+        the user says `content`: int32 [n]. Raises ConfigurationError where the chat template puts no end token behind
+        an answer, as it does where `chat` raises one."""
+        marks = "\u2402answer\u2403", "\u2402question\u2403"
+        rows = [("user", "?"), ("assistant", marks[0]), ("user", marks[1])]
+        self.chat([{"role": "user", "content": "?"}])  # raises where there is no template
+        text = str(
+            self._fast.apply_chat_template(
+                [{"role": role, "content": said} for role, said in rows], add_generation_prompt=True, tokenize=False
+            )
+        )
+        _, _, after = text.partition(marks[0])
+        between = self._fast.backend_tokenizer.encode(after.replace(marks[1], content), add_special_tokens=False).ids
+        if self.eos_id not in between[:2]:
+            raise ConfigurationError(
+                f"The chat template of {self._name} does not end an answer with the end token.",
+                'Set game.protocol to "direct", or rollout.prompts to "plain".',
+            )
+        return np.asarray(between[between.index(self.eos_id) + 1 :], dtype=np.int32)
+
+    def without_controls(self, text: str) -> str:
+        """`text` without the special tokens that it spells out.
+
+        Otherwise who wrote it could end the message that quotes it, and speak in another's name.
+        """
+        while len(cleaned := self.decode(self.encode(text))) < len(text):
+            text = cleaned  # what is left may spell another one
+        return text
+
     def save(self, directory: Path) -> None:
         """tokenizer.json and tokenizer_config.json into `directory`."""
         self._fast.save_pretrained(directory)

@@ -38,6 +38,8 @@ class Example:
     note: str
     score: float | None
     reward: float | None
+    solver_text: str | None = None  # what a translation was made of
+    dialogue: tuple[tuple[str, str], ...] = ()  # what was said after the solution: who, and what
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -177,7 +179,7 @@ def _example(rollout: Rollout, why: str) -> Example:
         round=rollout.round,
         source=rollout.source,
         question=rollout.question,
-        text=rollout.text,
+        text=rollout.turns[0].text if rollout.turns else rollout.text,
         reference=rollout.reference,
         answer=rollout.grade.answer,
         correct=rollout.grade.correct,
@@ -185,4 +187,6 @@ def _example(rollout: Rollout, why: str) -> Example:
         note=rollout.grade.note,
         score=rollout.score,
         reward=rollout.reward,
+        solver_text=None if rollout.solver is None else rollout.solver.text,
+        dialogue=tuple(("prover" if turn.sampled else "verifier", turn.text.strip()) for turn in rollout.turns[1:]),
     )

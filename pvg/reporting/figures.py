@@ -107,6 +107,7 @@ HOME = {
 
 PHASE_LABELS = {
     "init": "sample",  # the state that `pvg rollout` leaves a run in
+    "solve": "solver",
     "mint": "mint",
     "train_verifier": "verifier",
     "train_prover": "prover",

@@ -16,8 +16,9 @@ from pvg.errors import StateError
 from pvg.records import Role, source_of_round
 from pvg.reporting.examples import EVALUATION
 from pvg.reporting.run_summary import RunSummary
+from pvg.store.check_columns import CERTIFIED
 from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import CERTIFIED, RolloutShards, ShardInfo
+from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
 PROVER = "train_prover"

@@ -345,7 +345,10 @@ def examples_list(examples: Sequence[Example]) -> Group:
         if parts:
             parts.append(Text())
         parts += [_example_head(example), Text(f"question  {example.question}", style=QUIET)]
+        if example.solver_text is not None:
+            parts.append(Text.assemble(("solver    ", QUIET), example.solver_text))
         parts.append(Text.assemble(("solution  ", QUIET), example.text))
+        parts += [Text.assemble((f"{who:<10}", QUIET), said) for who, said in example.dialogue]
         note = f", {example.note}" if example.note else ""
         verdict = "correct" if example.correct else f"wrong: the answer is {example.reference}"
         found = f"answer {example.answer}" if example.answer is not None else "no answer"

@@ -68,6 +68,10 @@ class Grader:
             self._send()
         return await waiting.graded
 
+    def text(self, completion: Completion) -> str:
+        """The completion's text without its stop token."""
+        return self._tokenizer.decode(_without_stop(completion))
+
     def _send(self) -> None:
         """Those who wait longest to the executor."""
         trip: list[_Waiting] = []

@@ -66,7 +66,8 @@ class PairView:
     """The labelled rows of some shards, mapped into memory and verified against their checksums: labels on opening, a
     solution when it is first read where the shard has digests by row.
 
-    A row number counts the rows of `infos` in their order, before any filter, so it means the same under every filter.
+    A row number counts the rows of `infos` and then of `more`, in their order, before any filter, so it means the same
+    under every filter.
     `keep` and `drop` choose problems by id: a predicate or a collection of ids. Held by row of the view, R in all:
     `rows_R` int64 row numbers, `correct_R` and `well_formed_R` bool, `problems_R` int32 and `sources_R` int16 indices
     into `problem_ids` and `sources`. Raises DamagedFileError.
@@ -80,8 +81,9 @@ class PairView:
         keep: ProblemFilter | None = None,
         drop: ProblemFilter | None = None,
         include_malformed: bool = True,
+        more: Sequence[MappedSolutions] = (),
     ) -> None:
-        self._shards: list[MappedSolutions] = [shards.solutions(info) for info in infos]
+        self._shards: list[MappedSolutions] = [*(shards.solutions(info) for info in infos), *more]
         batches = [shard.batch for shard in self._shards]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
         problems_R, self.problem_ids = _shared_codes(batches, "problem_id")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,18 +20,22 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
-from pvg.records import Checks, Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
+from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
+from pvg.store import check_columns, protocol_columns
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
 from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
 
-SHARD_SCHEMA = b"1"
-WITH_EXPERTS = b"2"  # the same columns and two more, for rollouts that carry routed experts
-WITH_CHECKS = b"3"  # the same columns and three more, for rollouts that were executed
-WITH_BOTH = b"4"
+SHARD_SCHEMA = b"1"  # with more columns: see SCHEMAS
 ROLLOUTS = "rollouts"
 
 # Strings that many rows of a shard share are stored once and referred to by number.
 _SHARED = pa.dictionary(pa.int32(), pa.string())
+
+
+def _version(there: Sequence[bool]) -> bytes:
+    """The version of a shard that has those of MORE_FIELDS that are `there`."""
+    return str(1 + sum(2**place for place, is_there in enumerate(there) if is_there)).encode()
+
 
 SCHEMA = pa.schema(
     [
@@ -66,19 +71,15 @@ SCHEMA = pa.schema(
 # Of rollouts with routed experts alone, so that all others are stored as they always were. The bytes of a row and their
 # [tokens, layers, experts per token, bytes of a number]; 64-bit offsets, for a shard of them may have many gigabytes.
 EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
-# A grade's checks, of tasks that execute: all three are null where a rollout has none.
-CERTIFIED = "certified"
-CHECKS = ("visible_passed", "tests_passed", CERTIFIED)
-_EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
-_CHECK_FIELDS = [pa.field(name, pa.bool_() if name == CERTIFIED else pa.float64()) for name in CHECKS]
+EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
+# Columns that only some rollouts need; a shard of others is what it always was. A version is 1, and 1, 2
+# and 4 more for these, in this order.
+MORE_FIELDS = (EXPERT_FIELDS, check_columns.FIELDS, protocol_columns.FIELDS)
 SCHEMAS = {
-    version: pa.schema([*SCHEMA, *more], metadata={b"pvg.shard": version})
-    for version, more in (
-        (SHARD_SCHEMA, []),
-        (WITH_EXPERTS, _EXPERT_FIELDS),
-        (WITH_CHECKS, _CHECK_FIELDS),
-        (WITH_BOTH, [*_EXPERT_FIELDS, *_CHECK_FIELDS]),
+    _version(there): pa.schema(
+        [*SCHEMA, *itertools.chain(*itertools.compress(MORE_FIELDS, there))], metadata={b"pvg.shard": _version(there)}
     )
+    for there in itertools.product((False, True), repeat=len(MORE_FIELDS))
 }
 
 GRADE_COLUMNS = ("correct", "well_formed", "answer", "note")
@@ -218,6 +219,12 @@ class RolloutShards:
         return self.directory / (shard.path if isinstance(shard, ShardInfo) else shard)
 
 
+def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
+    """The solutions of rollouts that no shard is read for, as `RolloutShards.solutions` gives those of one."""
+    path = Path("memory")
+    return MappedSolutions(_open(pa.BufferReader(_to_bytes(rollouts)), path), path, None)
+
+
 # --- files -------------------------------------------------------------------------------------------------------
 
 
@@ -274,15 +281,18 @@ def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
         if column.name not in columns:
             values = [getattr(r, column.name) for r in rollouts]
             columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    experts = any(r.routed_experts is not None for r in rollouts)
-    checks = any(r.grade.checks is not None for r in rollouts)
-    if experts:
-        columns |= _expert_columns([r.routed_experts for r in rollouts])
-    if checks:
-        columns |= _check_columns([r.grade.checks for r in rollouts])
-    schema = SCHEMAS[
-        {(0, 0): SHARD_SCHEMA, (1, 0): WITH_EXPERTS, (0, 1): WITH_CHECKS, (1, 1): WITH_BOTH}[experts, checks]
-    ]
+    there = (
+        any(rollout.routed_experts is not None for rollout in rollouts),
+        check_columns.needed(rollouts),
+        protocol_columns.needed(rollouts),
+    )
+    if there[0]:
+        columns |= _expert_columns([rollout.routed_experts for rollout in rollouts])
+    if there[1]:
+        columns |= check_columns.to_columns(rollouts)
+    if there[2]:
+        columns |= protocol_columns.to_columns(rollouts)
+    schema = SCHEMAS[_version(there)]
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
@@ -303,14 +313,6 @@ def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     flat = np.concatenate([np.empty(0, dtype), *rows])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=False))
-
-
-def _check_columns(rows: Sequence[Checks | None]) -> dict[str, pa.Array]:
-    values = [(None, None, None) if row is None else (row.visible, row.passed, row.certified) for row in rows]
-    return {
-        field.name: pa.array([value[place] for value in values], field.type)
-        for place, field in enumerate(_CHECK_FIELDS)
-    }
 
 
 def _expert_columns(rows: Sequence[RoutedExperts | None]) -> dict[str, pa.Array]:
@@ -341,7 +343,7 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
         for name in SCHEMA.names
     }
     columns[EXPERTS] = routed_experts(batch)
-    checks = _checks(batch)
+    checks, of_protocol = check_columns.of_rows(batch), protocol_columns.of_rows(batch)
 
     def rollout(i: int) -> Rollout:
         row = {name: values[i] for name, values in columns.items()}
@@ -352,16 +354,10 @@ def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
             grade=Grade(**{name: row.pop(name) for name in GRADE_COLUMNS}, checks=checks[i]),
             timing=Timing(row.pop("queued_s"), row.pop("service_s")),
             **row,
+            **of_protocol[i],
         )
 
     return [rollout(i) for i in range(batch.num_rows)]
-
-
-def _checks(batch: pa.RecordBatch) -> list[Checks | None]:
-    if CERTIFIED not in batch.schema.names:
-        return [None] * batch.num_rows
-    rows = zip(*(batch.column(name).to_pylist() for name in CHECKS), strict=True)
-    return [None if certified is None else Checks(visible, passed, certified) for visible, passed, certified in rows]
 
 
 def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:

@@ -74,6 +74,13 @@ def same_number(first: str, second: str) -> bool:
     return value is not None and value == parse_number(second)
 
 
+def same_answer(first: str | None, second: str | None) -> bool:
+    """Whether two answers that a task has found say the same: numbers of one value, or the same text."""
+    if first is None or second is None:
+        return False
+    return first.strip() == second.strip() or same_number(first, second)
+
+
 # --- markers: the text behind each, the last one first -----------------------------------------------------------
 
 HASHES = re.compile(r"#{4,}+")

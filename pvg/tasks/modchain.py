@@ -79,11 +79,18 @@ class Modchain:
             note=first_flaw(parsed, operands, modulus),
         )
 
-    def steps(self, completion: str) -> list[int]:
-        """The sums, and as the last step the answer (pvg.tasks.task.LocatesFlaws)."""
+    def steps(self, completion: str) -> list[tuple[int, int]]:
+        """Its sums, up to where it is malformed; not the final answer, which is no step."""
+        places: list[tuple[int, int]] = []
+        while match := STEP.match(completion, places[-1][1] if places else 0):
+            places.append(match.span())
+        return places
+
+    def cuts(self, completion: str) -> list[int]:
+        """The ends of the sums, and of the answer (pvg.tasks.task.LocatesFlaws)."""
         if isinstance(parse_solution(completion, self._section.modulus), str):
             return []
-        return [place + 1 for place, sign in enumerate(completion) if sign == ";"] + [len(completion)]
+        return [end for _, end in self.steps(completion)] + [len(completion)]
 
     def flaw(self, problem: Problem, completion: str) -> int | None:
         """The first step that does not go on from the one before with the problem's next operand, or adds wrongly. A

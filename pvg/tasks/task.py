@@ -25,16 +25,16 @@ class Task(Protocol):
 
 @runtime_checkable
 class LocatesFlaws(Protocol):
-    """What a task may know besides: the steps of a solution, and which of them is the first wrong one. For tasks whose
-    solutions can be checked step by step; the others do without these methods."""
+    """What a task may know besides: which step of a solution is the first wrong one. For tasks whose solutions can be
+    checked step by step; the others do without these methods."""
 
-    def steps(self, completion: str) -> list[int]:
+    def cuts(self, completion: str) -> list[int]:
         """Where each step ends, as an offset into the text, ascending; the last one is the final answer. Empty for a
         text that is no solution."""
         ...
 
     def flaw(self, problem: Problem, completion: str) -> int | None:
-        """The first wrong step, counted from 0 in the order of `steps`; None for a flawless solution, for no solution,
+        """The first wrong step, counted from 0 in the order of `cuts`; None for a flawless solution, for no solution,
         and where the flaw is in no single step."""
         ...
 
@@ -61,4 +61,13 @@ class Comparing(Protocol):
 
     def solution(self, completion: str) -> str:
         """The program in a completion, "" for none."""
+        ...
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A task that knows the steps of a solution better than its lines tell (see pvg.game.challenge)."""
+
+    def steps(self, completion: str) -> list[tuple[int, int]]:
+        """Where each step begins and ends in the text, in order: none empty, none over another. Never raises."""
         ...

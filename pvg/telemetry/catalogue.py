@@ -24,13 +24,14 @@ NEITHER: Better = "neither"
 PAGE = Path("docs") / "metrics.md"
 
 # Phases, as they stand in full names.
-SAMPLE = ("init", "mint")  # `pvg rollout` leaves a run in its first state, init
+SAMPLE = ("init", "solve", "mint")  # `pvg rollout` leaves a run in its first state, init
 VERIFIER = ("train_verifier",)
 PROVER = ("train_prover",)
 ROUND = ("checkpoint", "round")  # the same numbers: once as a step, once as the row of the round's table
 
 KINDS = {
     "init": "steps of `pvg rollout`",
+    "solve": "steps of SOLVE (the decoupled game)",
     "mint": "steps of MINT",
     "train_verifier": "steps and end of TRAIN_VERIFIER",
     "train_prover": "steps of TRAIN_PROVER",
@@ -135,6 +136,17 @@ def _sampled() -> list[Metric]:
             "tokens/s",
             HIGHER,
             "Completion tokens per second of sampling.",
+        ),
+        *_in(everywhere, "challenged", "share", NEITHER, "Rollouts that were asked about a step (game.protocol)."),
+        *_in(everywhere, "answer_tokens", "tokens", NEITHER, "Mean length of the answers to these questions."),
+        *_in(play, "solver_accuracy", "share", HIGHER, "Solutions that were translated and are right (game.protocol)."),
+        *_in(play, "faithful", "share", HIGHER, "Faithful translations that keep the solver's answer, right or wrong."),
+        *_in(
+            play,
+            "led_astray",
+            "share",
+            NEITHER,
+            "Sneaky translations, well-formed, that lead to a wrong answer which is not the solver's.",
         ),
         *_in(play, "fooled_rate", "share", NEITHER, "Flaws that the round's verifier accepts."),
         *_in(play, "accepted_helpful", "share", HIGHER, "Correct helpful solutions that the round's verifier accepts."),
@@ -331,6 +343,7 @@ def _prover() -> list[Metric]:
         ),
         *_in(PROVER, "value_mean", "reward", NEITHER, "Mean of the values that spo or rae tracks, before the batch."),
         *_in(PROVER, "value_error", "reward", LOWER, "Mean distance between these values and the rewards."),
+        *_updated(),
         *_in(PROVER, "prompt_tokens_per_s", "tokens/s", HIGHER, "Prompt tokens of the rollouts sampled in a second."),
         *_in(PROVER, "latency_p50_s", "s", LOWER, f"Median latency {latency}"),
         *_in(PROVER, "latency_p90_s", "s", LOWER, f"90th percentile of the latency {latency}"),
@@ -383,6 +396,25 @@ def _prover() -> list[Metric]:
             PROVER, "cache_evictions", "count", LOWER, "Scores the cache has given up for room since the phase began."
         ),
         *_trained(PROVER),
+    ]
+
+
+def _updated() -> list[Metric]:
+    """Of the steps that end in an update of the verifier (game.schedule = "simultaneous")."""
+    return [
+        *_in(PROVER, "verifier_loss", "number", LOWER, "The verifier's loss in the last step of its update."),
+        *_in(PROVER, "verifier_pair_accuracy", "share", HIGHER, "Pairs of that step that it puts into order."),
+        *_in(PROVER, "fresh_correct", "share", NEITHER, "Correct ones among the solutions sampled for the update."),
+        *_in(
+            PROVER,
+            "verifier_auc",
+            "share",
+            HIGHER,
+            "P(a correct solution scores above a wrong one) after the update, on held-out problems.",
+        ),
+        *_in(
+            PROVER, "threshold", "score", NEITHER, "The score from which on a solution is accepted, after the update."
+        ),
     ]
 
 
@@ -515,7 +547,7 @@ def page() -> str:
     from pvg.telemetry.prometheus import exposed_name
 
     sections: list[tuple[str, tuple[str, ...], str]] = [
-        ("Sampling", SAMPLE, "`pvg rollout` (init) and the mint: both roles, before any verifier."),
+        ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint: before any verifier."),
         ("Training the verifier", VERIFIER, "The calibration's figures come once, at the end of the phase."),
         ("Training the prover", PROVER, ""),
         ("Rounds", ROUND, "Fresh samples of both roles on test problems, at the end of each round."),

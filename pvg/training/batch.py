@@ -25,6 +25,10 @@ class BatchSource(Protocol[BatchT_co]):
 class PolicyBatch:
     """N rollouts. `sequences[n]` is prompt + completion, int32 [P + C]; `prompt_lengths[n]` is P.
 
+    `sampled_masks[n]` bool [C] tells the completion tokens that were sampled from those that an environment wrote: the
+    latter are read, and nothing else: no log-prob, no loss and no metric knows them. None: all were sampled. C in what
+    follows counts the sampled ones.
+
     `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
     sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
     `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: where they are there, the
@@ -47,6 +51,7 @@ class PolicyBatch:
     row_weights_N: Float32 | None = None
     routed_experts: list[RoutedExperts] | None = None
     proximal_logprobs: list[Float32] | None = None
+    sampled_masks: list[NDArray[np.bool_]] | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.sequences)
@@ -61,6 +66,10 @@ class PolicyBatch:
         for name, array in arrays.items():
             if array is not None and array.shape != (rows,):
                 raise ValueError(f"{name} has shape {array.shape} for {rows} rows")
+        if self.sampled_masks is not None:
+            tokens_N = self.lengths_N - self.prompt_lengths
+            if not np.array_equal(_lengths(self.sampled_masks), tokens_N):
+                raise ValueError("sampled_masks must have one value for each completion token of each row")
         for name, logprobs in (
             ("sampled", self.sampled_logprobs),
             ("reference", self.reference_logprobs),
@@ -81,13 +90,15 @@ class PolicyBatch:
 
     @property
     def completion_lengths_N(self) -> NDArray[np.int64]:
-        """Completion tokens of each row."""
+        """Completion tokens of each row, those that were sampled."""
+        if self.sampled_masks is not None:
+            return np.fromiter((mask.sum() for mask in self.sampled_masks), dtype=np.int64, count=len(self))
         return self.lengths_N - self.prompt_lengths
 
     def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
         """These rows, in this order."""
         reference, weights = self.reference_logprobs, self.row_weights_N
-        proximal, experts = self.proximal_logprobs, self.routed_experts
+        proximal, experts, masks = self.proximal_logprobs, self.routed_experts, self.sampled_masks
         return PolicyBatch(
             sequences=[self.sequences[row] for row in rows],
             prompt_lengths=self.prompt_lengths[rows],
@@ -100,18 +111,22 @@ class PolicyBatch:
             row_weights_N=None if weights is None else weights[rows],
             routed_experts=None if experts is None else [experts[row] for row in rows],
             proximal_logprobs=None if proximal is None else [proximal[row] for row in rows],
+            sampled_masks=None if masks is None else [masks[row] for row in rows],
         )
 
     def with_weights(self, row_weights_N: Float32) -> PolicyBatch:
         return replace(self, row_weights_N=row_weights_N)
 
     def completion_mask(self) -> NDArray[np.bool_]:
-        """[N, L]: True where position t of row n holds a completion token; L is the longest row."""
+        """[N, L]: True where position t of row n holds a completion token that was sampled; L is the longest row."""
         positions_L = np.arange(self.lengths_N.max(initial=0))
-        return (positions_L >= self.prompt_lengths[:, None]) & (positions_L < self.lengths_N[:, None])
+        mask_NL = (positions_L >= self.prompt_lengths[:, None]) & (positions_L < self.lengths_N[:, None])
+        if self.sampled_masks is not None and len(self):
+            mask_NL[mask_NL] = np.concatenate(self.sampled_masks)
+        return mask_NL
 
     def on_positions(self, values: Sequence[Float32]) -> Float32:
-        """One value per completion token, laid out on the tokens' positions: float32 [N, L], 0 elsewhere."""
+        """One value per sampled token, laid out on the tokens' positions: float32 [N, L], 0 elsewhere."""
         mask_NL = self.completion_mask()
         grid_NL = np.zeros(mask_NL.shape, dtype=np.float32)
         if len(values):
@@ -169,5 +184,12 @@ def routed_experts_of(rollouts: Sequence[Rollout]) -> list[RoutedExperts] | None
     return found or None
 
 
-def _lengths(rows: Sequence[Int32] | Sequence[Float32] | Sequence[RoutedExperts]) -> NDArray[np.int64]:
+def sampled_masks_of(rollouts: Sequence[Rollout]) -> list[NDArray[np.bool_]] | None:
+    """For a PolicyBatch; None where no rollout has tokens that it did not sample."""
+    if not any(rollout.turns for rollout in rollouts):
+        return None
+    return [rollout.sampled_mask for rollout in rollouts]
+
+
+def _lengths(rows: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     return np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))

@@ -303,6 +303,8 @@ class PolicyObjective:
         outputs = batch_outputs(module, batch, self._forward, entropies=self._exact_entropy)
         logprobs_BL = outputs.logprobs_BL
         mask_BL = _tensor(batch.completion_mask(), device)
+        if batch.sampled_masks is not None:  # what an environment wrote has a log-prob too, which is nobody's
+            logprobs_BL = logprobs_BL.masked_fill(~mask_BL, 0.0)
         sampled_BL = _tensor(batch.on_positions(batch.sampled_logprobs), device)
         proximal_BL, moved_BL = self._start(batch, logprobs_BL.detach(), sampled_BL, mask_BL)
         log_ratios_BL = logprobs_BL - proximal_BL

@@ -108,7 +108,7 @@ def _chat(
     if head == "implicit":
         solution_ids = _without_end(tokenizer, tokenizer.encode(text) if ids is None else ids)
         return prompt(question), _with_end(tokenizer, solution_ids)
-    content = f"Problem:\n{question}\n\nSolution:\n{_without_controls(tokenizer, text)}"
+    content = f"Problem:\n{question}\n\nSolution:\n{tokenizer.without_controls(text)}"
     if head == "yes_token":
         content += f"\n\n{QUESTION}"
     return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
@@ -117,16 +117,6 @@ def _chat(
 def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:
     """The question as the user's message, ready for the assistant's answer."""
     return tokenizer.chat([{"role": "user", "content": question}])
-
-
-def _without_controls(tokenizer: Tokenizer, text: str) -> str:
-    """`text` without the special tokens that it spells out.
-
-    Otherwise a prover could learn to end the user's message in its solution and to answer in the verifier's name.
-    """
-    while len(cleaned := tokenizer.decode(tokenizer.encode(text))) < len(text):
-        text = cleaned  # what is left may spell another one
-    return text
 
 
 def _without_end(tokenizer: Tokenizer, ids: Int32) -> Int32:

@@ -277,7 +277,7 @@ class StallingTask:
 
 def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
     def plant(workload: LoopWorkload) -> None:
-        workload._dispatcher._grader._task = StallingTask(workload._task)
+        workload._dispatcher.grader._task = StallingTask(workload._task)
 
     measured, derived, _ = sampled("rollout.grading=loop", plant=plant)
     # A tick comes due at most 10 ms after the stall begins and can run when it ends.

@@ -211,8 +211,10 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return problems
 
 
-def drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Kill runs until there are `kills` kills, each phase having its share, and compare every finished run."""
+def drill(
+    experiment: Experiment, kills: int, seed: int, log: Callable[[str], None], phases: tuple[str, ...] = PHASES
+) -> dict[str, Any]:
+    """Kill runs until there are `kills` kills, each of `phases` having its share, and compare every finished run."""
     dice = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         finish(*start(experiment, Path(folder) / "whole", resume=False))
@@ -224,7 +226,7 @@ def drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], No
             root = Path(folder) / f"killed-{runs}"
             begun = False
             while sum(died.values()) < kills:
-                wanted = min(PHASES, key=lambda phase: (died[phase], dice.random()))
+                wanted = min(phases, key=lambda phase: (died[phase], dice.random()))
                 phase = kill_somewhere(*start(experiment, root, resume=begun), wanted, dice)
                 if phase is None:
                     break

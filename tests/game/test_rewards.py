@@ -14,7 +14,7 @@ from pvg.game.rewards import REWARDS, Outcomes, centred_scores, rewards
 from pvg.sections import Game
 
 
-def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None):
+def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):
     n = len(scores)
     return Outcomes(
         scores_N=np.array(scores, dtype=np.float32),
@@ -23,6 +23,7 @@ def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=N
         well_formed_N=np.array([True] * n if well_formed is None else well_formed, dtype=bool),
         problem_ids_N=np.array([0] * n if problems is None else problems, dtype=np.int64),
         solver_correct_N=np.array(correct if solver is None else solver, dtype=bool),
+        kept_answer_N=None if kept is None else np.array(kept, dtype=bool),
     )
 
 
@@ -178,3 +179,31 @@ def test_no_closed_gate_is_paid_like_an_open_one(scores, weights, data):
     paid = rewards(sample, game)
     assert (paid[~sample.aligned_N] == np.float32(game.gate_floor)).all()
     assert (paid[sample.aligned_N] > np.float32(game.gate_floor)).all()
+
+
+def test_translations_are_aligned_by_the_solvers_answer_and_not_by_correctness():
+    # The solver is wrong. Faithful: keeps it (aligned, though wrong), or corrects it (not aligned, though correct).
+    # Sneaky: a wrong answer of its own (aligned), the solver's wrong one (not), the right one (not).
+    correct, helpful, kept = [0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 1, 0]
+    sample = outcomes([1, 2, 3, 4, 5], correct, helpful, solver=[0] * 5, kept=kept)
+    assert sample.aligned_N.tolist() == [True, False, True, False, False]
+    malformed = outcomes([1, 2], [0, 0], [1, 0], kept=[1, 0], well_formed=[False, False])
+    assert malformed.aligned_N.tolist() == [False, False]
+
+
+def test_decoupled_pays_translations_by_hand():
+    # Group of faithful ones, scores 1, 3, 5: mean 3, population std sqrt(8/3) -> v' = -1.2247, 0, 1.2247.
+    # The solver is right: of the first and the last, which keep its answer, the last is paid v'.
+    scores, helpful = [1, 3, 5, 1, 3, 5], [1, 1, 1, 0, 0, 0]
+    kept, correct = [1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 1, 0]
+    found = rewards(outcomes(scores, correct, helpful, solver=[1] * 6, kept=kept), Game(reward="decoupled"))
+    np.testing.assert_allclose(found, [-2, -2, 1.22474, -2, -2, 1.22474], atol=1e-4)
+    # The solver is wrong: convincing anybody of its answer costs the faithful role what it gains otherwise.
+    kept, correct = [1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]
+    found = rewards(outcomes(scores, correct, helpful, solver=[0] * 6, kept=kept), Game(reward="decoupled"))
+    np.testing.assert_allclose(found, [-2, -2, -1.22474, -2, -2, 1.22474], atol=1e-4)
+    # A faithful translation that corrects the solver is misaligned, whatever it scores.
+    found = rewards(
+        outcomes([1, 5], [0, 1], [1, 1], solver=[0, 0], kept=[1, 0]), Game(reward="decoupled", decoupled_floor=-3.0)
+    )
+    np.testing.assert_allclose(found, [-3, -3])

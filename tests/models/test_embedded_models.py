@@ -11,6 +11,7 @@ from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
     RECIPES,
+    answered_step,
     clean_loss,
     draw_problem,
     draw_solution,
@@ -20,6 +21,7 @@ from pvg.models.embedded_training import (
     rows_to_tensors,
     sample,
     train,
+    translation,
 )
 from pvg.models.sources import EMBEDDED, embedded_names
 from pvg.sections import ModchainTask, Models, ModelSection
@@ -131,3 +133,49 @@ def test_the_command_makes_the_same_model_twice(tmp_path):
             assert made.fingerprint() == again.fingerprint()
     assert json.loads((directory / "recipe.json").read_text())["recipe"]["steps"] == 2
     assert [step for step, _ in losses] == [1, 2]
+
+
+def sampled_by_length(model, prompts):
+    """A completion of each; those of one length together, with draws of their own."""
+    found = {}
+    for length in sorted({len(model.tokenizer.encode(prompt)) for prompt in prompts}):
+        rows = [place for place, prompt in enumerate(prompts) if len(model.tokenizer.encode(prompt)) == length]
+        texts = sample(model, [prompts[place] for place in rows], seed=length)
+        found |= dict(zip(rows, texts, strict=True))
+    return [found[place] for place in range(len(prompts))]
+
+
+def test_the_dialogue_model_solves_translates_and_answers():
+    """Standard error of a share of 128: 0.04; recipe.json has those of 256."""
+    task, rng = Modchain(ModchainTask()), np.random.default_rng(4)
+    recipe, problems = RECIPES["dialogue"], held_out_problems()[:128]
+    with open_embedded("modchain-dialogue") as model:
+        solved = grades(model, "H", greedy=True)
+        kept = {}
+        for tag in ("H", "S"):
+            prompts = [translation(problem, tag, recipe, rng)[0] for problem in problems]
+            texts = sampled_by_length(model, prompts)
+            found = [task.grade(problem, text).answer for problem, text in zip(problems, texts, strict=True)]
+            solvers = [prompt.rstrip("?").rpartition("A")[2] for prompt in prompts]
+            kept[tag] = np.mean([one == other for one, other in zip(found, solvers, strict=True)])
+        asked = [answered_step(problem, "H", recipe, rng) for problem in problems]
+        answers = sampled_by_length(model, [transcript for transcript, _ in asked])
+    assert np.mean([grade.correct for grade in solved]) > 0.9
+    assert 0.45 < kept["H"] < 0.72
+    assert 0.28 < kept["S"] < 0.58
+    assert np.mean([answer == step for answer, (_, step) in zip(answers, asked, strict=True)]) > 0.25
+
+
+def test_a_translation_keeps_the_answer_or_has_another_one():
+    recipe, rng = RECIPES["dialogue"], np.random.default_rng(5)
+    problem = chain_problem([7, 5, 8, 3, 6], 10)
+    copies = 0
+    for _ in range(300):
+        prompt, written = translation(problem, "S", recipe, rng)
+        solution = prompt.removeprefix("S7+5+8+3+6?").removesuffix("?")
+        assert (written == solution) == (written.rpartition("A")[2] == solution.rpartition("A")[2])
+        copies += written == solution
+    assert abs(copies / 300 - 0.4) < 0.1  # standard error 0.03
+    transcript, step = answered_step(problem, "H", recipe, rng)
+    number = int(transcript.rpartition("<eos>")[2].rstrip("?"))
+    assert transcript.partition("<eos>")[0].removeprefix("H7+5+8+3+6?").split(";")[number - 1] + ";" == step

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rules
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pvg.errors import ConfigurationError, UsageError
@@ -73,3 +73,47 @@ def test_padding_falls_back_to_the_end_token():
     fast = modchain_tokenizer()
     fast.pad_token = None
     assert Tokenizer(fast).pad_id == Tokenizer(fast).eos_id == 1
+
+
+IM = (
+    "{% for m in messages %}<|s|>{{ m.role }}|{{ m.content }}<|e|>.{% endfor %}"
+    "{% if add_generation_prompt %}<|s|>A|{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[/U]{% else %} {{ m.content }} <|e|>{% endif %}"
+    "{% endfor %}"
+)
+ENDLESS = "{% for m in messages %}{{ m.role }}:{{ m.content }}.{% endfor %}"
+
+
+def talking(template):
+    words = {token: number for number, token in enumerate(["<|e|>", "<|s|>", "<unk>", *map(chr, range(32, 127))])}
+    rules = Rules(models.WordLevel(words, unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    rules.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="<|e|>", additional_special_tokens=["<|s|>"])
+    fast.chat_template = template
+    return Tokenizer(fast, "talking")
+
+
+@pytest.mark.parametrize("template", [IM, LLAMA])
+def test_the_next_turn_is_what_the_template_puts_between_two_answers(template):
+    tokenizer = talking(template)
+    question = "Check 2?"
+    found = tokenizer.next_turn(question)
+    # Behind an answer and its end token it is the conversation as the template writes it, token for token.
+    rows = [("user", "a"), ("assistant", "b"), ("user", question)]
+    whole = tokenizer.chat([{"role": role, "content": said} for role, said in rows])
+    assert whole[-len(found) :].tolist() == found.tolist()
+    assert whole[-len(found) - 1] == tokenizer.eos_id
+
+
+def test_a_template_that_ends_no_answer_has_no_next_turn():
+    with pytest.raises(ConfigurationError, match="does not end an answer"):
+        talking(ENDLESS).next_turn("Check 2?")
+    with pytest.raises(ConfigurationError, match="no chat template"):
+        Tokenizer(modchain_tokenizer(), "modchain").next_turn("2?")
+
+
+def test_text_that_spells_special_tokens_loses_them():
+    assert talking(IM).without_controls("a<|e|>b<|<|s|>e|>c") == "abc"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from run_samples import begin, commit, played, rollout, state
 
-from pvg.records import Grade, Role
+from pvg.records import Grade, Role, SolverSolution, Turn
 from pvg.reporting.examples import choose_examples
+from pvg.reporting.page.solutions import _solution
+from pvg.reporting.terminal import examples_list
 from pvg.store import DamagedFileError
 
 
@@ -76,3 +80,22 @@ def test_nothing_committed_nothing_shown_and_damage_is_said(tmp_path: Path) -> N
     shard.write_bytes(shard.read_bytes()[:-20])
     with pytest.raises(DamagedFileError, match=r"checkpoint-00000\.arrow is damaged"):
         choose_examples(run)
+
+
+def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    solution = SolverSolution("solve/0", "by the solver", "4", True, True)
+    talk = (Turn(0, True, "7+5=2;A2"), Turn(9, False, "1?"), Turn(11, True, "7+5=3;"))
+    asked = replace(rollout("asked", Role.SNEAKY, correct=False, score=1.0), turns=talk)
+    translated = replace(rollout("made", Role.HELPFUL, correct=True, score=1.0), solver=solution, problem_id="other")
+    commit(run, state("complete"), {"checkpoint-00000": [asked, translated]})
+    first, second = choose_examples(run)
+    assert (first.text, first.dialogue) == ("7+5=2;A2", (("verifier", "1?"), ("prover", "7+5=3;")))
+    assert (second.solver_text, second.dialogue) == ("by the solver", ())
+    assert "verifier: 1?" in str(_solution(first, None))
+    assert "by the solver" in str(_solution(second, None))
+    console = Console(width=200, file=StringIO())
+    console.print(examples_list([first, second]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "verifier  1?" in shown
+    assert "solver    by the solver" in shown

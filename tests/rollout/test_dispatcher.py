@@ -12,8 +12,9 @@ from tiny_policies import tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import BEGUN_AT_A_TIME, Dispatcher, GroupOrder, request_seed
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.gathering import BEGUN_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = 1

@@ -18,8 +18,9 @@ from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
 from pvg.rollout.deadlines import Deadline
-from pvg.rollout.dispatcher import BEGUN_AT_A_TIME, Call, Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.gathering import BEGUN_AT_A_TIME
 from pvg.rollout.partial import PartialSampling
 from pvg.weights import WeightUpdate
 
@@ -125,14 +126,14 @@ def test_where_no_mean_is_taken_each_rollout_comes_by_itself() -> None:
 def test_a_rollout_that_is_graded_has_left_its_place_to_the_next() -> None:
     # One place, and grading takes 10 s: the second rollout is sampled meanwhile, and so is graded 1 s later.
     game = Game([1, 1], groups=1, size=2, seconds=100, concurrency=1)
-    grade = game.dispatcher._grader.grade
+    grade = game.dispatcher.grader.grade
 
     async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
         await asyncio.sleep(10)
         return await grade(problem, completion)
 
     async def work() -> None:
-        game.dispatcher._grader.grade = slowly  # type: ignore[method-assign]
+        game.dispatcher.grader.grade = slowly  # type: ignore[method-assign]
         (group,) = await game.next()
         assert (asyncio.get_running_loop().time(), len(group.rollouts)) == (12.0, 2)
 
@@ -142,14 +143,14 @@ def test_a_rollout_that_is_graded_has_left_its_place_to_the_next() -> None:
 def test_what_is_being_graded_when_the_time_is_up_is_whole() -> None:
     # Sampled after 1 s and 2 s; grading takes 10 s. At 2.5 s nothing is complete: the cut waits for the first group.
     game = Game([1, 2, 1, 99], groups=2, size=2, seconds=2.5, least=2)
-    grade = game.dispatcher._grader.grade
+    grade = game.dispatcher.grader.grade
 
     async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
         await asyncio.sleep(10)
         return await grade(problem, completion)
 
     async def work() -> None:
-        game.dispatcher._grader.grade = slowly  # type: ignore[method-assign]
+        game.dispatcher.grader.grade = slowly  # type: ignore[method-assign]
         (group,) = await game.next()
         assert (asyncio.get_running_loop().time(), names([group])) == (12.0, [["b0/00000/00", "b0/00000/01"]])
         assert game.partial.carried == 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from pvg.records import Grade, Role, Rollout, Timing, VersionSpan
+from pvg.records import Grade, Role, Rollout, SolverSolution, Timing, VersionSpan
 from pvg.store import RolloutShards, ShardInfo
 
 
@@ -58,3 +59,9 @@ def flip_byte(path: Path, place: int) -> None:
 
 def names_below(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def translating(rollout: Rollout, number: int, *, answer: str | None = "7", correct: bool = False) -> Rollout:
+    """As a translation of a solver's solution, which `number` tells."""
+    solution = SolverSolution(f"solve/{number}", f"solution {number}", answer, correct, answer is not None)
+    return replace(rollout, solver=solution, kept_answer=answer == rollout.grade.answer)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.tasks.answers import MOST_DIGITS, extract, parse_number, same_number
+from pvg.tasks.answers import MOST_DIGITS, extract, parse_number, same_answer, same_number
 
 
 @pytest.mark.parametrize(
@@ -261,3 +261,21 @@ def test_huge_texts_are_read(piece):
     extract("#### " + text)
     assert (found := extract(text + "\n#### 72")) is not None
     assert found.value == 72
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("7", "7", True),
+        ("7", "7.0", True),
+        ("$1,200", "1200", True),
+        ("7", "8", False),
+        ("left", " left ", True),
+        ("left", "right", False),
+        (None, "7", False),
+        (None, None, False),
+    ],
+)
+def test_two_answers_are_the_same_by_value_or_by_text(first, second, same):
+    assert same_answer(first, second) is same
+    assert same_answer(second, first) is same

@@ -163,7 +163,7 @@ def test_huge_texts_are_graded(piece, note):
 
 
 @pytest.mark.parametrize(
-    ("completion", "steps", "flaw"),
+    ("completion", "cuts", "flaw"),
     [
         ("1+2=3;3+3=6;A6", [6, 12, 14], None),
         ("1+2=4;4+3=7;A7", [6, 12, 14], 0),  # wrong sum
@@ -174,18 +174,18 @@ def test_huge_texts_are_graded(piece, note):
         ("1+2=3;3+3=6", [], None),
     ],
 )
-def test_steps_and_the_first_wrong_one(completion, steps, flaw):
+def test_cuts_and_the_first_wrong_step(completion, cuts, flaw):
     task, problem = Modchain(ModchainTask()), chain_problem((1, 2, 3), 10)
     assert isinstance(task, LocatesFlaws)
-    assert task.steps(completion) == steps
+    assert task.cuts(completion) == cuts
     assert task.flaw(problem, completion) == flaw
 
 
 @given(st.text(alphabet="0123456789+=;A", max_size=30))
 def test_a_flaw_is_one_of_the_steps(completion):
     task, problem = Modchain(ModchainTask()), chain_problem((1, 2, 3), 10)
-    steps, flaw = task.steps(completion), task.flaw(problem, completion)
-    assert flaw is None or 0 <= flaw < len(steps)
+    cuts, flaw = task.cuts(completion), task.flaw(problem, completion)
+    assert flaw is None or 0 <= flaw < len(cuts)
     if task.grade(problem, completion).well_formed:
-        assert steps[-1] == len(completion)
+        assert cuts[-1] == len(completion)
         assert (flaw is None) == (task.grade(problem, completion).note == "")

@@ -47,7 +47,13 @@ def _solution(example: Example, threshold: float | None) -> Html:
     return div(
         f"solution {example.role}",
         div("who", span("role", example.role), score),
+        *(
+            []
+            if example.solver_text is None
+            else [tag("pre", f"solver: {example.solver_text[:LONGEST]}", class_="quiet")]
+        ),
         tag("pre", marked(example.text, example.note)),
+        *(tag("pre", f"{who}: {said[:LONGEST]}", class_="quiet") for who, said in example.dialogue),
         div("said", right, span("quiet id", example.id)),
     )
 

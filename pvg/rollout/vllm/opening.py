@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pvg.experiment import Experiment
 from pvg.records import Int32
+from pvg.rollout.episodes import completion_room
 from pvg.rollout.vllm.engine import Needs, VllmEngine
 from pvg.serving.control import ControlClient
 from pvg.serving.keys import control_key
@@ -65,7 +66,7 @@ def open_vllm_engine(
         session=session,
         needs=Needs(
             shape=base.shape,
-            max_length=rollout.max_tokens + 1,
+            max_length=completion_room(experiment) + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
             lora_rank=experiment.training.lora_rank if weights.transport == "lora" else 0,
             routed_experts=rollout.routed_experts,

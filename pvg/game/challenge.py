@@ -1,0 +1,160 @@
+"""The challenge protocol: the verifier asks about one step of a solution, and the prover answers.
+
+    question 7+5+8?     prover 7+5=2;2+8=1;A1     verifier 2?     prover 2+8=0;
+
+One question per solution, about one of its steps: with `game.challenge` "weakest" that whose support by the verifier
+is the lowest, V(up to and with the step) - V(up to the step); with "random" any, each as likely. Where there is no
+verifier yet, in the mint, it is a random one. The prover's answer is the rest of its completion, and what the verifier
+scores in the end is all of it, question included; what is graded is the solution. A solution without steps, or one that
+was cut off by the length limit, is asked nothing.
+
+The steps are the task's (`Stepwise`), or the text's lines, or where it has one line only its parts between semicolons.
+The question speaks the prompts' style: `tag` is the step's number and a question mark, the others quote the step.
+Neither role nor grade is known to who asks (invariant 3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from pvg.game.seeds import generator_for
+from pvg.game.session import Session
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Float32, Grade, Int32, Problem, Role, Rollout, VersionSpan
+from pvg.rollout.episodes import Environment, Observation, Transcript
+from pvg.tasks.task import Stepwise, Task
+from pvg.verifier.protocol import Scorer
+
+Place = tuple[int, int]  # where a step begins and ends in the text
+
+MOST_QUOTED = 160  # characters of a step that a question quotes: pvg.rollout.episodes.QUOTED_ROOM has room for them
+PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
+
+
+def environment_of(session: Session, scorer: Scorer | None) -> Challenges | None:
+    """That of the session's protocol; None where a rollout is one turn. `scorer`: of the verifier that asks; None:
+    there is none yet."""
+    experiment = session.experiment
+    if experiment.game.protocol != "challenge":
+        return None
+    asked = scorer if experiment.game.challenge == "weakest" else None
+    tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
+    return Challenges(session.task, tokenizer, style, asked, session.seed, experiment.game.challenge_tokens)
+
+
+def steps_of(task: Task, text: str) -> list[Place]:
+    """Places of the steps of a solution, in their order; none of them is empty."""
+    if isinstance(task, Stepwise):
+        return task.steps(text)
+    found = PIECES["\n" in text.strip()].finditer(text)
+    return [match.span() for match in found if match.group().strip(" \t;")]
+
+
+class Challenges(Environment):
+    """Asks one question per episode; answers of at most `max_tokens` tokens. `scorer` finds the weakest step; None: any
+    step may be asked about, drawn by `seed` and the episode's id."""
+
+    graded_turn = 0
+
+    def __init__(
+        self, task: Task, tokenizer: Tokenizer, style: str, scorer: Scorer | None, seed: int, max_tokens: int
+    ) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._style = style
+        self._scorer = scorer
+        self._seed = seed
+        self._max_tokens = max_tokens
+
+    async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
+        texts = [self._solution(transcript) for transcript in transcripts]
+        steps = [[] if text is None else steps_of(self._task, text) for text in texts]
+        numbers = await self._chosen(transcripts, steps)
+        found: list[Observation | None] = []
+        for text, places, number in zip(texts, steps, numbers, strict=True):
+            if text is None or number is None:
+                found.append(None)
+            else:
+                found.append(self._question(number, text[slice(*places[number])]))
+        return found
+
+    def _solution(self, transcript: Transcript) -> str | None:
+        """Its text; None for what is asked nothing (any more)."""
+        if transcript.turn or not transcript.stopped:
+            return None
+        return self._tokenizer.decode(transcript.completion_ids[:-1])
+
+    async def _chosen(self, transcripts: Sequence[Transcript], steps: Sequence[Sequence[Place]]) -> list[int | None]:
+        """Of each, the step that is asked about, from 0; None where there is none."""
+        if self._scorer is None:
+            return [
+                int(generator_for(self._seed, "challenge", transcript.id).integers(len(places))) if places else None
+                for transcript, places in zip(transcripts, steps, strict=True)
+            ]
+        prefixes = [self._prefixes(t, places) if places else [] for t, places in zip(transcripts, steps, strict=True)]
+        scores_N = await self._scorer.score([prefix for part in prefixes for prefix in part])
+        ends = np.cumsum([len(part) for part in prefixes])
+        return [
+            weakest(scores_N[end - len(part) : end]) if part else None
+            for part, end in zip(prefixes, ends.tolist(), strict=True)
+        ]
+
+    def _prefixes(self, transcript: Transcript, places: Sequence[Place]) -> list[Rollout]:
+        """The solution up to each of its steps, and up to the end of the last, as a verifier reads them."""
+        ids = transcript.completion_ids[:-1]
+        ends = [places[0][0], *(end for _, end in places)]
+        return [_prefix(transcript, ids[: tokens_of(self._tokenizer, ids, end)], self._tokenizer) for end in ends]
+
+    def _question(self, number: int, step: str) -> Observation:
+        if self._style == "tag":
+            text = f"{number + 1}?"
+            ids = self._tokenizer.encode(text)
+            return Observation(ids, text, self._max_tokens)
+        quoted = self._tokenizer.without_controls(step.strip()[:MOST_QUOTED])
+        asked = f"Check step {number + 1}: {quoted}\nWrite this step again, with its calculation. Is it right?"
+        ids = self._tokenizer.encode(f"\n{asked}\n") if self._style == "plain" else self._tokenizer.next_turn(asked)
+        return Observation(ids, f"\n{asked}\n", self._max_tokens)
+
+
+def weakest(scores_K: Float32) -> int:
+    """The step, from 0, that takes most of the score: `scores_K` float32 [steps + 1] are those of the solution before
+    the first step and after each. The first of several."""
+    return int(np.argmin(np.diff(scores_K)))
+
+
+def tokens_of(tokenizer: Tokenizer, ids: Int32, characters: int) -> int:
+    """The least number of tokens of `ids` int32 [C] whose text has so many characters; all where it has fewer."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if len(tokenizer.decode(ids[:middle])) >= characters:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _prefix(transcript: Transcript, ids: Int32, tokenizer: Tokenizer) -> Rollout:
+    """What a scorer needs of a rollout: question and solution."""
+    problem: Problem = transcript.problem
+    return Rollout(
+        id=f"{transcript.id}/prefix-{len(ids)}",
+        problem_id=problem.id,
+        question=problem.question,
+        reference=problem.answer,
+        role=Role.HELPFUL,  # no scorer looks at it
+        round=0,
+        source="",
+        step=0,
+        group=0,
+        prompt_ids=transcript.prompt_ids,
+        completion_ids=ids,
+        logprobs=np.zeros(len(ids), dtype=np.float32),
+        spans=(VersionSpan(0, 0),),
+        finish_reason="length",
+        text=tokenizer.decode(ids),
+        grade=Grade(correct=False, well_formed=False),
+    )

@@ -1,0 +1,241 @@
+"""The simultaneous schedule (`game.schedule`): the verifier goes on learning while the prover learns against it.
+
+    updates = await open_updates(session, verifier, threshold)      # None in the Stackelberg schedule
+    if updates.due(batches_done):
+        metrics = await updates.play(scorer)                        # from here on every score is of the new verifier
+
+An update samples fresh solutions of the prover as it is, on problems of the verifier's half, so that neither player
+learns from the other's problems (invariant 4). `game.verifier_updates` optimizer steps follow, on pairs of which
+`game.fresh_share` come from the newest `game.fresh_window` updates and the others from the round's mint by its mixture.
+Then the scorer has a new version, which forgets every score of the old one, and the threshold is calibrated again. The
+optimizer begins with the phase, at the constant verifier.learning_rate.
+
+Which equilibria a game has depends on who commits himself first (Anil et al., arXiv 2108.12099); the rounds of Kirchner
+et al. (arXiv 2407.13692) are verifier-first, and that is the default.
+
+Invariant: an update follows from the committed state alone: its number, the shards, and the two trainers' states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pvg.errors import StateError
+from pvg.game.challenge import environment_of
+from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.orders import mint_orders
+from pvg.game.seeds import generator_for, seed_for
+from pvg.game.session import Session
+from pvg.game.states import Phase
+from pvg.game.verifier_phase import calibration, calibration_set, pair_stream
+from pvg.models.heads import VerifierModel
+from pvg.records import Rollout, source_of_round
+from pvg.store.pairs import PairView, is_held_out
+from pvg.store.shards import solutions_in_memory
+from pvg.telemetry.spans import span
+from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import Trainer
+from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.data import PairSource
+from pvg.verifier.protocol import Judge
+from pvg.verifier.robust import objective_for
+from pvg.verifier.scorer import VerifierScorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "verifier."  # of the verifier trainer's tensors in the prover's checkpoint
+
+
+def final_verifier_name(round_: int) -> str:
+    """The weights of a verifier that went on learning, as it stood when the round's prover was done."""
+    return f"{source_of_round(round_)}-verifier-final"
+
+
+async def open_updates(session: Session, verifier: Judge, threshold: float) -> VerifierUpdates | None:
+    """Those of the round that is played, with what committed ones have left; None where the verifier is frozen."""
+    if session.experiment.game.schedule == "stackelberg":
+        return None
+    assert isinstance(verifier, VerifierModel), "protocol_checks refuses ensembles"
+    round_ = session.state.round
+    minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
+    calibrating, _ = calibration_set(minted, session.experiment.verifier.held_out)
+    played = await session.ledger.read_rollouts(round_, Phase.TRAIN_PROVER.value)
+    fresh: dict[int, list[Rollout]] = {}
+    for rollout in played:
+        if rollout.id.startswith(_prefix(round_)):
+            fresh.setdefault(rollout.step, []).append(rollout)
+    return VerifierUpdates(session, verifier, threshold, calibrating, fresh)
+
+
+class _NewestPairs:
+    """The source of the verifier's trainer: what pairs are drawn from changes with every update."""
+
+    def __init__(self) -> None:
+        self.source: PairSource | None = None
+
+    async def next_batch(self) -> VerifierBatch | None:
+        return None if self.source is None else await self.source.next_batch()
+
+
+class VerifierUpdates:
+    """Trains `verifier`, which it borrows; `threshold` is that of the verifier as it is.
+
+    `calibrating`: minted solutions that no update trains on, but where the mint is too small for that; `fresh`: by
+    number, those of earlier updates.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        verifier: VerifierModel,
+        threshold: float,
+        calibrating: list[Rollout],
+        fresh: dict[int, list[Rollout]],
+    ) -> None:
+        self._session = session
+        self._verifier = verifier
+        self.threshold = threshold
+        self._calibrating = calibrating
+        self._fresh = fresh
+        self._done = 0
+        self._pairs = _NewestPairs()
+        section, players = session.experiment.verifier, session.players
+        sources = len(sources_for_round(session.state.round)) + 1
+        self._trainer: Trainer[VerifierBatch] = Trainer(
+            verifier,
+            objective_for(section, verifier.tokenizer.pad_id, environments=sources),
+            OptimizerSettings(
+                learning_rate=section.learning_rate,
+                weight_decay=section.weight_decay,
+                warmup=0,
+                schedule="constant",
+                total_steps=1,
+                gradient_clip=section.gradient_clip,
+            ),
+            self._pairs,
+            executor=players.executor,
+            precision=section.precision,
+            waits_for="pairs",
+            section="verifier",
+        )
+
+    def due(self, batches: int) -> bool:
+        """Whether an update follows batch number `batches` of the prover, counted from 1."""
+        return batches % self._session.experiment.game.verifier_every == 0
+
+    async def play(self, scorer: VerifierScorer) -> dict[str, float]:
+        """One update. Nobody may wait for a score meanwhile. The metrics are those of its last optimizer step, and of
+        the calibration."""
+        session, game = self._session, self._session.experiment.game
+        with span("rollout"):
+            fresh = await self._sample(scorer)
+        session.ledger.keep(fresh)
+        self._fresh[self._done] = fresh
+        self._let_go()
+        with span("draw_pairs"):
+            self._pairs.source = await session.players.compute(self._open_source)
+        metrics: Mapping[str, float] = {}
+        for _ in range(game.verifier_updates):
+            report = await self._trainer.step()
+            if report is None:
+                raise StateError("The pair stream ended before the verifier's update was done.")
+            metrics = report.metrics
+        scorer.set_version(await session.players.compute(self._verifier.version))
+        self._done += 1
+        calibrated = await self._calibrate(scorer)
+        return {
+            "verifier_loss": metrics["loss"],
+            "verifier_pair_accuracy": metrics["pair_accuracy"],
+            "fresh_correct": sum(r.grade.correct for r in fresh) / len(fresh),
+            **calibrated,
+        }
+
+    async def _sample(self, scorer: VerifierScorer) -> list[Rollout]:
+        """Solutions of the engine's present policy, both roles for each problem, as in a mint."""
+        session, round_, number = self._session, self._session.state.round, self._done
+        size = session.experiment.game.fresh_problems
+        problems = session.draw("verifier", number * size, size, f"fresh-{round_}")
+        rng = generator_for(session.seed, round_, "fresh-roles", number)
+        groups = await session.players.dispatcher.sample(
+            mint_orders(session, problems, rng),
+            round_=round_,
+            source=source_of_round(round_),
+            step=number,
+            seed=seed_for(session.seed, round_, "fresh", number),
+            prefix=f"{_prefix(round_)}{number:05d}",
+            environment=environment_of(session, scorer),
+        )
+        return [rollout for group in groups for rollout in group.rollouts]
+
+    def _open_source(self) -> PairSource:
+        """Pairs of the mint and of the window, less the held-out problems. In the compute thread."""
+        session, round_ = self._session, self._session.state.round
+        section, game = session.experiment.verifier, session.experiment.game
+        window = [rollout for number in sorted(self._fresh) for rollout in self._fresh[number]]
+        view = PairView(
+            session.ledger.rollout_shards,
+            session.ledger.shards(round_, Phase.MINT.value),
+            keep=lambda problem_id: not is_held_out(problem_id, section.held_out),
+            more=[solutions_in_memory(window)],
+        )
+        shares = source_weights(game, sources_for_round(round_))
+        weights = {name: (1.0 - game.fresh_share) * share for name, share in shares.items()}
+        weights[source_of_round(round_)] = game.fresh_share
+        return PairSource(
+            pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done)),
+            session.players.template(self._verifier),
+            self._verifier,
+            section,
+            executor=session.players.executor,
+            source_fingerprint=session.players.base.tokenizer.fingerprint,
+        )
+
+    async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
+        """On held-out problems: the mint's solutions, and those of the window."""
+        section = self._session.experiment.verifier
+        window = [r for number in sorted(self._fresh) for r in self._fresh[number]]
+        rollouts = [*self._calibrating, *(r for r in window if is_held_out(r.problem_id, section.held_out))]
+        with span("score"):
+            scores_N = await scorer.score(rollouts)
+        found = calibration(rollouts, scores_N, section.acceptance)
+        self.threshold = found["threshold"]
+        return found
+
+    def _let_go(self) -> None:
+        oldest = self._done - self._session.experiment.game.fresh_window
+        self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
+
+    async def save(self) -> str:
+        """Write the verifier as it stands; the name under which it is to be committed."""
+        session, name = self._session, final_verifier_name(self._session.state.round)
+        tensors, version = await session.players.compute(
+            lambda: (self._verifier.trainable_state(), self._verifier.version())
+        )
+        meta = {"round": session.state.round, "version": version, "threshold": self.threshold}
+        await session.ledger.save_weights(name, tensors, meta)
+        return name
+
+    # --- resuming ----------------------------------------------------------------------------------------------
+
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """For the prover's checkpoint: tensors named "verifier.*", and JSON data."""
+        tensors, meta = await self._session.players.compute(self._trainer.state)
+        named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+        return named, {"done": self._done, "threshold": self.threshold, "trainer": meta}
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
+    ) -> dict[str, Tensor]:
+        """Go on where a `state` was taken that stands among `tensors`; returns the others of them."""
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        self._trainer.load_state(own, progress["trainer"])
+        self._done, self.threshold = progress["done"], progress["threshold"]
+        self._let_go()
+        scorer.set_version(self._verifier.version())
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
+
+
+def _prefix(round_: int) -> str:
+    return f"{round_:03d}/fresh/"

@@ -1,0 +1,274 @@
+"""Episodes of several turns: the prover writes, an environment observes, the prover goes on. Tokens in, tokens out.
+
+    groups = await dispatcher.sample(orders, environment=environment, ...)
+
+The prompt of a turn is the exact token ids of everything before it: nothing that was sampled is tokenised again, so the
+log-probs stay those of what was sampled, and a server's prefix cache finds all of it but the observation.
+
+All episodes of a call take their turns together: the environment is asked about all of them at once, when the last one
+has written. So it can compute for many in one batch, and a synchronous run submits the same requests in the same order
+every time. A deadline is of one turn: its clock starts with the turn's first request, and an episode that it cuts is
+given up whole.
+
+Invariants: the turns of a rollout, one after the other, are its completion; `Rollout.sampled_mask` is True for the
+tokens of the engine's completions and for no other; each token's version is that of the engine when it was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pvg.records import Float32, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
+from pvg.rollout.deadlines import Deadline
+from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.rollout.gathering import Call, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+
+if TYPE_CHECKING:
+    from pvg.experiment import Experiment
+    from pvg.rollout.dispatcher import Dispatcher
+
+
+TAG_ROOM, QUOTED_ROOM = 8, 320  # tokens that a question of the challenge protocol may take
+
+
+def completion_room(experiment: Experiment) -> int:
+    """Most tokens of a completion, what an environment writes included."""
+    rollout, game = experiment.rollout, experiment.game
+    if game.protocol != "challenge":
+        return rollout.max_tokens
+    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + game.challenge_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment tells the prover: `token_ids` int32 [O], O >= 1, whose `text` a reader is shown; the prover
+    may answer with at most `max_tokens` tokens."""
+
+    token_ids: Int32
+    text: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """What an environment sees of an episode: never its role, for the verifier reads what the environment says.
+
+    `prompt_ids` int32 [P], `completion_ids` int32 [C] of all turns so far; the turn that was just written begins at
+    `last_start` and is number `turn`, from 0. `stopped`: it ended by itself, with a stop token.
+    """
+
+    id: str
+    problem: Problem
+    prompt_ids: Int32
+    completion_ids: Int32
+    turn: int
+    last_start: int
+    stopped: bool
+
+
+class Environment(Protocol):
+    """Independent of tasks and engines. `graded_turn` is the prover's turn that the task grades: 0 is the first, -1 the
+    last."""
+
+    @property
+    def graded_turn(self) -> int: ...
+
+    async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
+        """What comes next in each; None: it is over. Each answer depends on its own transcript alone."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    """One episode as it is played."""
+
+    order: GroupOrder
+    index: int
+    id: str
+    completions: list[Completion] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+
+    def request(self, dispatcher: Dispatcher, seed: int, tell: Callable[[int], None] | None) -> GenerationRequest:
+        turn, sampling = len(self.completions), dispatcher.sampling
+        if not turn:
+            return GenerationRequest(self.id, self.order.prompt_ids, sampling, seed, on_tokens=tell)
+        sampling = replace(sampling, max_tokens=self.observations[-1].max_tokens)
+        prompt_ids = np.concatenate([self.order.prompt_ids, *self.parts()])
+        return GenerationRequest(f"{self.id}/{turn}", prompt_ids, sampling, seed, on_tokens=tell)
+
+    def parts(self) -> list[Int32]:
+        """The token ids of the turns so far, in their order."""
+        found: list[Int32] = []
+        for turn, completion in enumerate(self.completions):
+            found.append(completion.token_ids)
+            if turn < len(self.observations):
+                found.append(self.observations[turn].token_ids)
+        return found
+
+    def transcript(self) -> Transcript:
+        completion_ids, last = np.concatenate(self.parts()), self.completions[-1]
+        return Transcript(
+            self.id,
+            self.order.problem,
+            self.order.prompt_ids,
+            completion_ids,
+            len(self.completions) - 1,
+            len(completion_ids) - len(last.token_ids),
+            last.finish_reason == "stop",
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Those that were sampled."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    def joined(self, texts: Sequence[str]) -> tuple[Completion, tuple[Turn, ...]]:
+        """All turns as one completion, given the texts of the prover's; no turns where there is but one."""
+        parts, logprobs, spans, turns = self.parts(), list[Float32](), list[VersionSpan](), list[Turn]()
+        start = 0
+        for place, part in enumerate(parts):
+            number, observed = divmod(place, 2)
+            if observed:
+                logprobs.append(np.zeros(len(part), dtype=np.float32))
+                turns.append(Turn(start, False, self.observations[number].text))
+            else:
+                completion = self.completions[number]
+                logprobs.append(completion.logprobs)
+                shifted = [VersionSpan(start + span.start, span.version) for span in completion.spans]
+                spans += [span for span in shifted if not spans or span.version != spans[-1].version]
+                turns.append(Turn(start, True, texts[number]))
+            start += len(part)
+        whole = Completion(
+            self.id,
+            np.concatenate(parts),
+            np.concatenate(logprobs),
+            tuple(spans),
+            "length" if any(c.finish_reason == "length" for c in self.completions) else "stop",
+            Timing(
+                sum(completion.timing.queued_s for completion in self.completions),
+                sum(completion.timing.service_s for completion in self.completions),
+            ),
+            self.completions[0].routed_experts if len(self.completions) == 1 else None,
+        )
+        return whole, tuple(turns) if len(turns) > 1 else ()
+
+
+@dataclass(slots=True)
+class _Played:
+    """What is left of one order."""
+
+    order: GroupOrder
+    episodes: list[_Episode]
+    spread_s: float = 0.0
+    cancelled: int = 0
+    lost_tokens: int = 0
+
+
+async def play_episodes(
+    dispatcher: Dispatcher,
+    orders: Sequence[GroupOrder],
+    call: Call,
+    environment: Environment,
+    *,
+    bound: AbstractAsyncContextManager[None],
+    deadline: Deadline | None = None,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Group]:
+    """See `Dispatcher.sample`. `bound` is held around each request."""
+    played = [
+        _Played(order, [_Episode(order, index, call.rollout_id(order, index)) for index in range(order.size)])
+        for order in orders
+    ]
+    waiting = {episode for part in played for episode in part.episodes}
+    turn = 0
+    while waiting:
+        await _take_turn(dispatcher, played, waiting, call, turn, bound, deadline)
+        written = [episode for part in played for episode in part.episodes if episode in waiting]
+        observed = await environment.observe([episode.transcript() for episode in written])
+        waiting = set()
+        for episode, observation in zip(written, observed, strict=True):
+            if observation is not None:
+                episode.observations.append(observation)
+                waiting.add(episode)
+        turn += 1
+    grading = [
+        [asyncio.create_task(_finished(dispatcher, episode, call, environment)) for episode in part.episodes]
+        for part in played
+    ]
+    await all_or_none(grading)
+    if on_done is not None:
+        on_done(sum(len(part.episodes) for part in played))
+    return [
+        Group(
+            part.order.problem,
+            part.order.role,
+            tuple(task.result() for task in tasks),
+            part.spread_s,
+            cancelled=part.cancelled,
+            lost_tokens=part.lost_tokens,
+        )
+        for part, tasks in zip(played, grading, strict=True)
+    ]
+
+
+async def _take_turn(
+    dispatcher: Dispatcher,
+    played: Sequence[_Played],
+    waiting: set[_Episode],
+    call: Call,
+    turn: int,
+    bound: AbstractAsyncContextManager[None],
+    deadline: Deadline | None,
+) -> None:
+    """Turn number `turn` of all that wait. Those that the deadline has cut leave `played`."""
+
+    async def one(gathering: Gathering[Completion], place: int, episode: _Episode) -> Completion:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(bound)
+            if gathering.watch is not None:
+                gathering.watch.begin()
+            tell = None if gathering.watch is None else partial(gathering.told.__setitem__, place)
+            seed = request_seed(call.seed, episode.order.group, episode.index, turn)
+            completion = await dispatcher.engine.generate(episode.request(dispatcher, seed, tell))
+            await gathering.sampled(stack)
+        gathering.finishes.append(time.perf_counter())
+        return completion
+
+    live = [[episode for episode in part.episodes if episode in waiting] for part in played]
+    gatherings: list[Gathering[Completion]] = gatherings_of([part.order for part in played], deadline)
+    try:
+        await all_or_none(
+            gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])
+            for gathering, episodes in zip(gatherings, live, strict=True)
+        )
+    finally:
+        for gathering in gatherings:
+            gathering.stop()
+    for part, episodes, gathering in zip(played, live, gatherings, strict=True):
+        cut = gathering.cut
+        for place, episode in enumerate(episodes):
+            if place not in cut:
+                episode.completions.append(gathering.tasks[place].result())
+                continue
+            part.episodes.remove(episode)
+            waiting.discard(episode)
+            part.lost_tokens += episode.tokens + gathering.told.get(place, 0)
+        part.cancelled += len(cut)
+        part.spread_s += gathering.spread_s
+
+
+async def _finished(dispatcher: Dispatcher, episode: _Episode, call: Call, environment: Environment) -> Rollout:
+    texts = [dispatcher.grader.text(completion) for completion in episode.completions]
+    graded = episode.completions[environment.graded_turn]
+    _, grade = await dispatcher.grader.grade(episode.order.problem, graded)
+    completion, turns = episode.joined(texts)
+    text = "".join(turn.text for turn in turns) if turns else texts[0]
+    return dispatcher.recorded(episode.order, call, episode.id, completion, text, grade, turns)

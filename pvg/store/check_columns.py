@@ -1,0 +1,36 @@
+"""The columns of a shard that only tasks which execute need: what executing a rollout has shown. All three are null
+where a rollout has none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from pvg.records import Checks, Rollout
+
+CERTIFIED = "certified"
+FIELDS = [
+    pa.field("visible_passed", pa.float64()),
+    pa.field("tests_passed", pa.float64()),
+    pa.field(CERTIFIED, pa.bool_()),
+]
+
+
+def needed(rollouts: Sequence[Rollout]) -> bool:
+    """Whether any of them has what these columns hold."""
+    return any(rollout.grade.checks is not None for rollout in rollouts)
+
+
+def to_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
+    rows = [rollout.grade.checks for rollout in rollouts]
+    values = [(None, None, None) if row is None else (row.visible, row.passed, row.certified) for row in rows]
+    return {field.name: pa.array([value[place] for value in values], field.type) for place, field in enumerate(FIELDS)}
+
+
+def of_rows(batch: pa.RecordBatch) -> list[Checks | None]:
+    """By row, the checks of its grade."""
+    if CERTIFIED not in batch.schema.names:
+        return [None] * batch.num_rows
+    rows = zip(*(batch.column(field.name).to_pylist() for field in FIELDS), strict=True)
+    return [None if certified is None else Checks(visible, passed, certified) for visible, passed, certified in rows]

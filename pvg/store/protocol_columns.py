@@ -1,0 +1,63 @@
+"""The columns of a shard that only some protocols need: the solver's solution that a rollout translates, and the turns
+of a rollout that is a dialogue. Nullable: a row without is what it always was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from pvg.records import Rollout, SolverSolution, Turn
+
+FIELDS = [
+    pa.field("solver_id", pa.string()),
+    pa.field("solver_text", pa.string()),
+    pa.field("solver_answer", pa.string()),
+    pa.field("solver_correct", pa.bool_()),
+    pa.field("solver_well_formed", pa.bool_()),
+    pa.field("kept_answer", pa.bool_()),
+    pa.field("turn_starts", pa.list_(pa.int64())),
+    pa.field("turn_sampled", pa.list_(pa.bool_())),
+    pa.field("turn_texts", pa.list_(pa.string())),
+]
+
+
+def needed(rollouts: Sequence[Rollout]) -> bool:
+    """Whether any of them has what these columns hold."""
+    return any(rollout.solver is not None or rollout.turns for rollout in rollouts)
+
+
+def to_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
+    solvers = [rollout.solver for rollout in rollouts]
+    turns = [rollout.turns for rollout in rollouts]
+    values: dict[str, list[Any]] = {
+        "solver_id": [None if s is None else s.id for s in solvers],
+        "solver_text": [None if s is None else s.text for s in solvers],
+        "solver_answer": [None if s is None else s.answer for s in solvers],
+        "solver_correct": [None if s is None else s.correct for s in solvers],
+        "solver_well_formed": [None if s is None else s.well_formed for s in solvers],
+        "kept_answer": [rollout.kept_answer for rollout in rollouts],
+        "turn_starts": [[turn.start for turn in row] if row else None for row in turns],
+        "turn_sampled": [[turn.sampled for turn in row] if row else None for row in turns],
+        "turn_texts": [[turn.text for turn in row] if row else None for row in turns],
+    }
+    return {field.name: pa.array(values[field.name], field.type) for field in FIELDS}
+
+
+def of_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """By row, the fields of a Rollout that these columns hold."""
+    if FIELDS[0].name not in batch.schema.names:
+        return [{} for _ in range(batch.num_rows)]
+    columns = {field.name: batch.column(field.name).to_pylist() for field in FIELDS}
+    return [_fields({name: values[i] for name, values in columns.items()}) for i in range(batch.num_rows)]
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    solver = None
+    if row["solver_id"] is not None:
+        names = ("id", "text", "answer", "correct", "well_formed")
+        solver = SolverSolution(**{name: row[f"solver_{name}"] for name in names})
+    turns = zip(row["turn_starts"] or (), row["turn_sampled"] or (), row["turn_texts"] or (), strict=True)
+    return {"solver": solver, "kept_answer": row["kept_answer"], "turns": tuple(Turn(*turn) for turn in turns)}

@@ -1,0 +1,207 @@
+"""The challenge protocol: which step is asked about, in what words, and a game of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_configurations import changed, played, rows
+from test_stragglers import recorded
+
+from pvg.errors import ConfigurationError
+from pvg.game.challenge import Challenges, steps_of, tokens_of, weakest
+from pvg.models import open_model, pick_device
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Float32, Problem, Rollout
+from pvg.rollout.episodes import Observation, Transcript, completion_room
+from pvg.sections import ModchainTask, ModelSection
+from pvg.store.run_directory import RunDirectory
+from pvg.tasks.modchain import Modchain
+from pvg.telemetry.catalogue import unknown_metrics
+
+TALKING = {
+    "game.protocol": "challenge",
+    "models.prover": {"source": "embedded:modchain-dialogue"},
+    "verifier.steps": 3,
+    "evaluation.problems": 4,
+    "training.steps": 3,
+}
+MODCHAIN = Modchain(ModchainTask())
+PROBLEM = Problem("p", "7+5+8?", "0")
+
+
+class Lines:
+    """A task without steps of its own."""
+
+    problems = MODCHAIN.problems
+    grade = MODCHAIN.grade
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    with open_model(ModelSection(source="embedded:modchain-dialogue"), pick_device("cpu")) as model:
+        yield model.tokenizer
+
+
+class Judge:
+    """Scores a prefix by its length: the third step is the weakest."""
+
+    version = "v"
+
+    def __init__(self) -> None:
+        self.seen: list[Rollout] = []
+
+    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+        self.seen += rollouts
+        by_steps = [1.0, 3.0, 2.5, -4.0, -3.0]
+        return np.array([by_steps[rollout.text.count(";")] for rollout in rollouts], dtype=np.float32)
+
+
+def transcript(
+    tokenizer: Tokenizer, text: str, *, name: str = "r/0", stopped: bool = True, turn: int = 0
+) -> Transcript:
+    ids = tokenizer.encode(text)
+    if stopped:
+        ids = np.append(ids, np.int32(tokenizer.eos_id))
+    return Transcript(name, PROBLEM, tokenizer.encode("H7+5+8?"), ids, turn, 0, stopped)
+
+
+def asked(challenges: Challenges, *transcripts: Transcript) -> list[Observation | None]:
+    return asyncio.run(challenges.observe(transcripts))
+
+
+def test_the_weakest_step_is_that_which_takes_most_of_the_score():
+    assert weakest(np.array([0.0, 1.0, -2.0, -1.0, -3.5], dtype=np.float32)) == 1  # -3 against -2.5
+    assert weakest(np.array([0.0, -1.0, -2.0], dtype=np.float32)) == 0  # the first of two
+
+
+def test_it_is_found_by_scoring_the_solution_up_to_each_step(tokenizer: Tokenizer):
+    judge = Judge()
+    challenges = Challenges(MODCHAIN, tokenizer, "tag", judge, 0, 9)
+    text = "7+5=2;2+8=0;0+0=0;0+1=1;A1"
+    (found,) = asked(challenges, transcript(tokenizer, text))
+    assert found is not None
+    assert (found.text, found.max_tokens) == ("3?", 9)
+    assert found.token_ids.tolist() == tokenizer.encode("3?").tolist()
+    assert [prefix.text for prefix in judge.seen] == ["", text[:6], text[:12], text[:18], text[:24]]
+    assert {prefix.question for prefix in judge.seen} == {PROBLEM.question}
+
+
+def test_what_has_no_step_was_cut_off_or_was_asked_already_is_asked_nothing(tokenizer: Tokenizer):
+    challenges = Challenges(MODCHAIN, tokenizer, "tag", None, 0, 9)
+    good = "7+5=2;2+8=0;A0"
+    found = asked(
+        challenges,
+        transcript(tokenizer, "A0"),
+        transcript(tokenizer, good, stopped=False),
+        transcript(tokenizer, good, turn=1),
+        transcript(tokenizer, good),
+    )
+    assert [observation is not None for observation in found] == [False, False, False, True]
+
+
+def test_a_random_question_depends_on_seed_and_episode_alone(tokenizer: Tokenizer):
+    text = "7+5=2;2+8=0;0+3=3;3+6=9;A9"
+    many = [transcript(tokenizer, text, name=f"r/{i}") for i in range(400)]
+    told = [o.text for o in asked(Challenges(MODCHAIN, tokenizer, "tag", None, 3, 9), *many) if o is not None]
+    counts = [told.count(f"{step}?") for step in (1, 2, 3, 4)]
+    assert sum(counts) == 400
+    assert min(counts) > 60  # 100 each, standard error 8.7
+    again = asked(Challenges(MODCHAIN, tokenizer, "tag", None, 3, 9), *reversed(many))
+    assert [o.text for o in again if o is not None] == told[::-1]
+    other = asked(Challenges(MODCHAIN, tokenizer, "tag", None, 4, 9), *many)
+    assert [o.text for o in other if o is not None] != told
+
+
+def test_steps_are_the_tasks_or_lines_or_what_semicolons_divide():
+    text = "7+5=2;2+8=0;A0"
+    assert [text[slice(*place)] for place in steps_of(MODCHAIN, text)] == ["7+5=2;", "2+8=0;"]
+    assert steps_of(MODCHAIN, "nothing") == []
+    assert [text[slice(*place)] for place in steps_of(Lines(), text)] == ["7+5=2;", "2+8=0;", "A0"]
+    lines = "First; then.\n\nSecond.\n"
+    assert [lines[slice(*place)] for place in steps_of(Lines(), lines)] == ["First; then.", "Second."]
+    assert steps_of(Lines(), " ;\t;; ") == []
+
+
+@given(st.text(max_size=60))
+def test_steps_of_any_text_are_in_order_and_not_empty(text: str):
+    for task in (Lines(), MODCHAIN):
+        places = steps_of(task, text)
+        assert all(start < end for start, end in places)
+        assert all(before[1] <= after[0] for before, after in pairwise(places))
+
+
+def test_tokens_of_a_prefix_are_the_least_that_say_it(tokenizer: Tokenizer):
+    ids = tokenizer.encode("7+5=2;2+8=0;A0")
+    assert [tokens_of(tokenizer, ids, count) for count in (0, 1, 6, 14, 99)] == [0, 1, 6, 14, 14]
+
+
+# --- a game -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return played(changed(TALKING), tmp_path_factory.mktemp("challenge"))[1]
+
+
+def test_every_phase_plays_dialogues_and_the_verifier_reads_them_whole(run: RunDirectory):
+    kept = recorded(run)
+    assert {rollout.id.split("/")[1] for rollout in kept} == {"mint", "train_prover", "evaluation"}
+    talks = [rollout for rollout in kept if rollout.turns]
+    assert len(talks) > 0.9 * len(kept)
+    for rollout in talks:
+        assert [turn.sampled for turn in rollout.turns] == [True, False, True]
+        assert rollout.turns[1].text in ("1?", "2?", "3?", "4?", "5?")
+        assert MODCHAIN.grade(problem_of(rollout), rollout.turns[0].text) == rollout.grade
+        assert not rollout.logprobs[~rollout.sampled_mask].any()
+        assert rollout.text == "".join(turn.text for turn in rollout.turns)
+    # The mint has no verifier yet: it asks at random. All steps come up.
+    minted = {rollout.turns[1].text for rollout in talks if "/mint/" in rollout.id}
+    assert minted >= {"1?", "2?", "3?", "4?"}
+
+
+def problem_of(rollout: Rollout) -> Problem:
+    terms = tuple(int(term) for term in rollout.question.rstrip("?").split("+"))
+    return Problem(rollout.problem_id, rollout.question, rollout.reference, {"terms": terms, "modulus": 10})
+
+
+def test_its_metrics_count_what_was_sampled_and_are_in_the_catalogue(run: RunDirectory):
+    steps = [row for row in rows(run, "step") if row["phase"] == "train_prover"]
+    trained = [rollout for rollout in recorded(run) if "/train_prover/" in rollout.id and rollout.step == 0]
+    told = steps[0]["metrics"]
+    assert told["completion_tokens"] == pytest.approx(np.mean([r.sampled_mask.sum() for r in trained]))
+    assert 0.9 < told["challenged"] <= 1.0
+    assert 1.0 <= told["answer_tokens"] <= 16.0
+    names = [f"{row['phase']}/{name}" for row in rows(run, "step") for name in row["metrics"]]
+    assert unknown_metrics(names) == []
+    # The policy's log-probs are those that were sampled, whatever stands between them.
+    assert told["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("setting", ["rollout.group_deadline_s", "rollout.prefetch"])
+def test_deadlines_and_sampling_ahead_play_dialogues_too(tmp_path: Path, setting: str):
+    settings = {"rollout.group_deadline_s": 30.0} if "deadline" in setting else {"rollout.prefetch": 1}
+    few = {"training.steps": 2, "game.mint_problems": 12, "verifier.steps": 1, "evaluation.problems": 1}
+    outcome, run = played(changed(TALKING | settings | few), tmp_path)
+    assert outcome.status == "complete"
+    assert any(rollout.turns for rollout in recorded(run) if "/train_prover/" in rollout.id)
+
+
+def test_what_counts_completions_of_one_turn_is_refused():
+    for settings in (
+        {"rollout.partial": True, "rollout.group_deadline_s": 1.0},
+        {"rollout.routed_experts": True},
+        {"training.overlong_buffer": 4},
+    ):
+        with pytest.raises(ConfigurationError, match="challenge"):
+            changed(TALKING | settings)
+    assert completion_room(changed(TALKING)) == 40 + 8 + 16
+    assert completion_room(changed({})) == 40
+    assert any("game.challenge_tokens" in line for line in changed({"game.challenge_tokens": 3}).warnings())

@@ -1,0 +1,208 @@
+"""Episodes of several turns: what goes to the engine, what comes back, and what is whose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dispatcher import EOS, TOKENIZER, ParityTask
+from tiny_policies import with_engine
+
+from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
+from pvg.rollout.deadlines import Deadline
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.episodes import Observation, Transcript
+from pvg.rollout.torch_engine import TorchEngine
+
+
+class Talking:
+    """An engine whose completions say the request's seed in a few digits and then stop; its version grows."""
+
+    max_in_flight = 1000
+
+    def __init__(self, hang: frozenset[str] = frozenset()) -> None:
+        self.seen: list[GenerationRequest] = []
+        self.version = 0
+        self._hang = hang
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.seen.append(request)
+        await asyncio.sleep(3600 if request.id in self._hang else 0)
+        digits = TOKENIZER.encode(str(request.seed % 10 ** (1 + request.seed % 4)))
+        ids = np.append(digits, np.int32(EOS))[: request.sampling.max_tokens]
+        self.version += 1
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        spans = (VersionSpan(0, self.version),)
+        reason: Any = "stop" if ids[-1] == EOS else "length"
+        return Completion(request.id, ids, logprobs, spans, reason, Timing(1.0, 2.0))
+
+
+@dataclass
+class Script:
+    """Says `lines[k]` after turn k; what comes after the last line, or in an episode of `silent`, is nothing."""
+
+    lines: Sequence[str]
+    silent: frozenset[str] = frozenset()
+    graded_turn: int = 0
+    calls: list[list[Transcript]] = field(default_factory=list)
+
+    async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
+        self.calls.append(list(transcripts))
+        found: list[Observation | None] = []
+        for transcript in transcripts:
+            if transcript.id in self.silent or transcript.turn >= len(self.lines):
+                found.append(None)
+            else:
+                line = self.lines[transcript.turn]
+                found.append(Observation(TOKENIZER.encode(line), line, 5))
+        return found
+
+
+def orders(groups: int = 2, size: int = 2) -> list[GroupOrder]:
+    problems = [Problem(f"p{i}", f"{i}+1?", f"{i + 1}") for i in range(groups)]
+    return [GroupOrder(p, list(Role)[i % 2], TOKENIZER.encode(f"H{i}+1?"), i, size) for i, p in enumerate(problems)]
+
+
+def play(engine: Any, environment: Script, wanted: Sequence[GroupOrder] | None = None, **options: Any) -> list[Group]:
+    dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
+    call = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e", "environment": environment}
+    return asyncio.run(dispatcher.sample(orders() if wanted is None else wanted, **call, **options))
+
+
+def rollouts(groups: Sequence[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def test_the_prompt_of_a_turn_is_every_token_before_it():
+    engine = Talking()
+    first = rollouts(play(engine, Script(["3?", "4?"])))[0]
+    own = [request for request in engine.seen if request.id.startswith("e/00000/00")]
+    assert [request.id for request in own] == ["e/00000/00", "e/00000/00/1", "e/00000/00/2"]
+    whole = np.concatenate([first.prompt_ids, first.completion_ids])
+    for request in own:
+        assert np.array_equal(whole[: len(request.prompt_ids)], request.prompt_ids)
+    assert [request.sampling.max_tokens for request in own] == [6, 5, 5]
+    assert [request.seed for request in own] == [request_seed(7, 0, 0, turn) for turn in range(3)]
+    assert request_seed(7, 0, 0) == request_seed(7, 0, 0, 0)
+    assert TOKENIZER.decode(own[1].prompt_ids[-2:]) == "3?"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text("0123456789+=;?", min_size=1, max_size=4), max_size=3),
+    st.frozensets(st.sampled_from([f"e/{group:05d}/{index:02d}" for group in range(2) for index in range(2)])),
+    st.integers(0, 1),
+)
+def test_the_turns_are_the_completion(lines: list[str], silent: frozenset[str], graded: int):
+    engine, script = Talking(), Script(lines, silent, -graded)
+    for rollout in rollouts(play(engine, script)):
+        asked = [] if rollout.id in silent else lines
+        assert len(rollout.turns) == (2 * len(asked) + 1 if asked else 0)
+        mask = rollout.sampled_mask
+        assert len(rollout.logprobs) == len(mask) == len(rollout.completion_ids)
+        ends = [*(turn.start for turn in rollout.turns[1:]), len(mask)][: len(rollout.turns)]
+        parts = [rollout.completion_ids[turn.start : end] for turn, end in zip(rollout.turns, ends, strict=True)]
+        if parts:
+            assert np.array_equal(np.concatenate(parts), rollout.completion_ids)
+            assert rollout.text == "".join(turn.text for turn in rollout.turns)
+            assert [turn.text for turn in rollout.turns if not turn.sampled] == asked
+        for turn, part in zip(rollout.turns, parts, strict=True):
+            assert TOKENIZER.decode(part) == turn.text
+        # What was sampled is what the engine gave, with its log-probs and versions, and nothing else is.
+        answers = [completion(request) for request in engine.seen if f"{request.id}/".startswith(f"{rollout.id}/")]
+        assert np.array_equal(rollout.completion_ids[mask], np.concatenate([ids for ids, _ in answers]))
+        assert np.array_equal(rollout.logprobs[mask], np.concatenate([logprobs for _, logprobs in answers]))
+        assert not rollout.logprobs[~mask].any()
+        assert rollout.sampled_tokens == mask.sum()
+        starts = [turn.start for turn in rollout.turns if turn.sampled] or [0]
+        assert [span.start for span in rollout.spans] == starts
+        assert rollout.timing == Timing(1.0 * len(answers), 2.0 * len(answers))
+        said = TOKENIZER.decode(answers[-graded][0])
+        assert rollout.grade.correct == (len(said) % 2 == 0)
+
+
+def completion(request: GenerationRequest) -> tuple[Any, Any]:
+    found = asyncio.run(Talking().generate(request))
+    return found.token_ids, found.logprobs
+
+
+def test_the_environment_is_asked_about_all_episodes_of_a_turn_at_once_and_never_told_a_role():
+    script = Script(["1?"], frozenset({"e/00001/00"}))
+    play(Talking(), script)
+    assert [len(call) for call in script.calls] == [4, 3]
+    assert [transcript.turn for transcript in script.calls[1]] == [1, 1, 1]
+    seen = script.calls[1][0]
+    assert seen.stopped
+    assert not hasattr(seen, "role")
+    assert seen.completion_ids[seen.last_start - 1] == TOKENIZER.encode("?")[0]
+
+
+def test_a_turn_at_its_length_limit_makes_the_rollout_one():
+    wanted = [GroupOrder(Problem("p", "1?", "1"), Role.HELPFUL, TOKENIZER.encode("H1?"), 0, 8)]
+    dispatcher_sampling = Sampling(2, (EOS,))
+    dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, dispatcher_sampling, 100)
+    call = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
+    (group,) = asyncio.run(dispatcher.sample(wanted, **call, environment=Script(["1?"])))
+    for rollout in group.rollouts:
+        cut = rollout.completion_ids[rollout.turns[1].start - 1] != EOS or rollout.completion_ids[-1] != EOS
+        assert rollout.finish_reason == ("length" if cut else "stop")
+    assert {rollout.finish_reason for rollout in group.rollouts} == {"stop", "length"}
+
+
+def test_a_deadline_gives_up_an_episode_whole_in_whatever_turn_it_is():
+    engine = Talking(frozenset({"e/00000/01", "e/00001/00/1"}))
+    groups = play(engine, Script(["1?"]), orders(size=3), deadline=Deadline(0.01, 1))
+    assert [[rollout.id for rollout in group.rollouts] for group in groups] == [
+        ["e/00000/00", "e/00000/02"],
+        ["e/00001/01", "e/00001/02"],
+    ]
+    assert [group.cancelled for group in groups] == [1, 1]
+    first_turn = next(request for request in engine.seen if request.id == "e/00001/00")
+    assert groups[1].lost_tokens == len(completion(first_turn)[0])
+    assert groups[0].lost_tokens == 0
+
+
+def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
+    class Failing(Script):
+        async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
+            raise RuntimeError("no answer")
+
+    async def work() -> None:
+        dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
+        call: dict[str, Any] = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
+        with pytest.raises(RuntimeError, match="no answer"):
+            await dispatcher.sample(orders(), **call, environment=Failing(["1?"]))
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("continuous", [True, False])
+def test_the_torch_engine_plays_them_and_its_log_probs_are_those_of_the_whole_transcript(continuous: bool):
+    async def use(engine: TorchEngine) -> list[Group]:
+        dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
+        call: dict[str, Any] = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
+        return await dispatcher.sample(orders(), **call, environment=Script(["3?", "A"]))
+
+    import torch
+    from tiny_policies import tiny_model
+
+    found = rollouts(with_engine(use, continuous=continuous))
+    module = tiny_model().module
+    for rollout in found:
+        ids = np.concatenate([rollout.prompt_ids, rollout.completion_ids])
+        with torch.no_grad():
+            logits_LV = module(input_ids=torch.from_numpy(ids[None]).long()).logits[0]
+        logprobs_L = torch.log_softmax(logits_LV, dim=-1)[torch.arange(len(ids) - 1), ids[1:]].numpy()
+        own = logprobs_L[len(rollout.prompt_ids) - 1 :]
+        np.testing.assert_allclose(rollout.logprobs, np.where(rollout.sampled_mask, own, 0.0), atol=2e-5)
+    assert all(len(rollout.turns) == 5 for rollout in found)
+    again = rollouts(with_engine(use, continuous=continuous))
+    assert [r.logprobs.tobytes() for r in found] == [r.logprobs.tobytes() for r in again]
