@@ -67,7 +67,12 @@ def evaluate(
     from pvg.evaluation.runner import Request
 
     outcome = _measure(experiment, run, Request(wanted, numbers, other), as_json)
-    _tell(outcome, run, as_json)
+    again = ["pvg", "evaluate", target]
+    for option, value in (("--parts", parts), ("--rounds", rounds), ("--baseline", baseline)):
+        again += [option, value] if value is not None else []
+    again += [word for override in overrides or () for word in ("-s", override)]
+    again += ["--runs", str(runs)] if runs != Path("runs") else []
+    _tell(outcome, run, shlex.join(again), as_json)
 
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
@@ -127,10 +132,10 @@ def _phases(request: Request) -> tuple[str, ...]:
     return tuple(phases)
 
 
-def _tell(outcome: Outcome, run: RunDirectory, as_json: bool) -> None:
-    """What was found, where it lies, and how to go on after Ctrl-C."""
+def _tell(outcome: Outcome, run: RunDirectory, again: str, as_json: bool) -> None:
+    """What was found, where it lies, and after Ctrl-C how to go on: `again`, the settings included."""
     from cli.output import stdout
-    from cli.runs import evaluate_command, report_command
+    from cli.runs import report_command
     from pvg.evaluation.report import REPORT_FILE
     from pvg.reporting.evaluation_tables import evaluation_tables
 
@@ -143,7 +148,7 @@ def _tell(outcome: Outcome, run: RunDirectory, as_json: bool) -> None:
                 "path": str(run.evaluation / REPORT_FILE),
                 "seconds": outcome.seconds,
                 "evaluation": outcome.report.plain(),
-                "resume": evaluate_command(run) if stopped else None,
+                "resume": again if stopped else None,
             }
         )
     else:
@@ -151,6 +156,6 @@ def _tell(outcome: Outcome, run: RunDirectory, as_json: bool) -> None:
         say(f"\nThe numbers: {run.evaluation / REPORT_FILE}")
         say(f"The page: {report_command(run)}")
         if stopped:
-            say(f"Stopped. Go on with the same command, or with: {evaluate_command(run)}")
+            say(f"Stopped. Go on with: {again}")
     if stopped:
         raise typer.Exit(EXIT_STOPPED)

@@ -79,10 +79,6 @@ def report_command(run: RunDirectory) -> str:
     return f"pvg report {shlex.quote(_target(run))}"
 
 
-def evaluate_command(run: RunDirectory) -> str:
-    return f"pvg evaluate {shlex.quote(_target(run))}"
-
-
 def _target(run: RunDirectory) -> str:
     """How a command finds the run: by name in the default folder, by path elsewhere."""
     return run.name if run.path == Store().root / run.name else str(run.path)

@@ -82,6 +82,7 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
                     points.append((found.round + ASIDE * (place - 1), float(attack.steps)))
                     censored += [points[-1]] * (attack.status == "censored")
         lines.append(Line(kind, [points] if points else [], f"run-{place}", dots=True))
+    kinds = [line.name for line in lines if line.values]
     limits = sorted({attack.limit for found in rounds for attack in found.exploit or ()})
     note = "Points at the limit are censored: no exploit was found within it." if censored else ""
     references = [Reference(float(limit), "limit") for limit in limits]
@@ -92,7 +93,7 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
         "number",
         zero=True,
         references=references,
-        unit="optimizer steps of a fresh attacker",
+        unit="optimizer steps of a fresh attacker" + (f" ({kinds[0]})" if len(kinds) == 1 else ""),
         note=note,
     )
 
