@@ -109,7 +109,7 @@ def test_imported_names_may_be_named() -> None:
 
 @pytest.mark.parametrize(
     ("reward", "told"),
-    [("sorc", "'decoupled' or FILE.py:NAME, not 'sorc'"), ("mine.py", "FILE.py:NAME, such as"), ("a.py:1", "such as")],
+    [("sorc", "'composite' or FILE.py:NAME, not 'sorc'"), ("mine.py", "FILE.py:NAME, such as"), ("a.py:1", "such as")],
 )
 def test_a_name_that_is_neither_is_refused_with_what_fits(reward: str, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:

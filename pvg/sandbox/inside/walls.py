@@ -171,6 +171,8 @@ def rules_of_files(abi: int, readable: Sequence[str], *, scratch: bool) -> int:
     for folder in readable:
         for name in sorted(set(os.listdir(folder)) - NOT_LIBRARY):
             path = f"{folder}/{name}"
+            if os.path.islink(path):  # some distributions' point outside, or at nothing
+                continue
             _allow(rules, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
     if scratch:
         _allow(rules, SCRATCH, (READ_FILE | READ_DIR | CHANGE) & rights)
