@@ -68,6 +68,7 @@ async def evaluate(
     """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for a round or a baseline that
     does not fit; what a part raises surfaces with everything finished intact."""
     started = time.perf_counter()
+    check_protocol(experiment)
     reading = Reading.open(run)
     rounds = chosen_rounds(reading, run, request.rounds)
     if "exploit" in request.parts:
@@ -89,6 +90,15 @@ async def evaluate(
         report = await assemble(study, rounds, request.parts)
         write_report(study.folder / REPORT_FILE, report)
         return Outcome(status, report, time.perf_counter() - started)
+
+
+def check_protocol(experiment: Experiment) -> None:
+    """Raises UsageError for games whose solutions are more than one turn of a prover asked for a solution."""
+    if experiment.game.protocol != "direct":
+        raise UsageError(
+            f"pvg evaluate measures games of game.protocol = 'direct', and this one's is {experiment.game.protocol!r}.",
+            "Its rounds' own metrics are in: pvg report RUN",
+        )
 
 
 def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:

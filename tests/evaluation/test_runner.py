@@ -19,7 +19,7 @@ from page_checks import check
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
-from pvg.evaluation.runner import Request, evaluate
+from pvg.evaluation.runner import Request, check_protocol, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import play
@@ -236,3 +236,13 @@ def test_probes_lie_between_batches_and_end_with_the_training() -> None:
     assert probe_steps(60, 6, 1) == (10, 20, 30, 40, 50, 60)
     assert probe_steps(10, 3, 4) == (4, 10)
     assert probe_steps(2, 6, 1) == (1, 2)
+
+
+@pytest.mark.parametrize("protocol", ["decoupled", "challenge"])
+def test_games_of_other_protocols_are_refused(protocol: str) -> None:
+    """Their solutions are translations, or dialogues: sampled as plain ones they would be measured as what they are
+    not."""
+    changed_ = {"protocol": protocol, "reward": "cgc"}
+    with pytest.raises(UsageError, match=protocol):
+        check_protocol(changed(evaluated_experiment(), game=changed_))
+    check_protocol(evaluated_experiment())
