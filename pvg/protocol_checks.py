@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pvg.extensions import is_reference
+
 if TYPE_CHECKING:
     from pvg.experiment import Experiment
 
@@ -60,7 +62,7 @@ def _impossible_solver(experiment: Experiment) -> list[str]:
     game, found = experiment.game, list[str]()
     if game.protocol != "decoupled":
         return found
-    if game.reward not in TRANSLATORS_REWARDS:
+    if game.reward not in TRANSLATORS_REWARDS and not is_reference(game.reward):  # a user's may know translations
         found.append(
             f"game.reward = {game.reward!r} pays for correct and incorrect solutions, and game.protocol = 'decoupled' "
             "asks for the solver's answer or another; set game.reward to 'decoupled', 'cgc' or 'goodhart'"

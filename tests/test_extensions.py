@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from pvg import sections
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment, build_experiment
 from pvg.extensions import check_references, digests, resolve
+from pvg.game.players import Players
 from pvg.game.rewards import Outcomes, rewards
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.observer import SilentObserver
+from pvg.training.losses import PolicyObjective
 from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss
 from pvg.verifier.penalties import bradley_terry_slopes, cross_entropy_slopes, slopes_of
 
@@ -164,6 +167,49 @@ def test_the_slope_of_any_loss_is_what_was_worked_out_for_those_of_the_table(los
     found = torch.autograd.grad(found_M.square().sum(), (correct_M, incorrect_M))
     wanted = torch.autograd.grad(wanted_M.square().sum(), (correct_M, incorrect_M))
     torch.testing.assert_close(found, wanted)
+
+
+HEAD = """
+import torch
+from torch import nn
+from pvg.models.heads import VerifierModel
+class Mine(VerifierModel):
+    def __init__(self, section, language_model):
+        super().__init__(language_model)
+        size = language_model.module.get_input_embeddings().weight.shape[1]
+        self.map = nn.Linear(size, 1)
+        self.register_buffer("shift", torch.randn(()))
+    def _scores(self, ids, lengths, prompt_lengths, reference):
+        return self.map(self._last_hidden(ids, lengths))[:, 0] + self.shift
+"""
+
+
+def test_a_head_that_draws_its_start_is_the_same_whenever_a_run_opens_it() -> None:
+    """A version knows what is trained alone: a buffer that differed would be another verifier under the same name."""
+    written(HEAD)
+    plain = small_experiment().plain()
+    experiment = build_experiment({**plain, "verifier": {**plain["verifier"], "head": "mine.py:Mine"}})
+    players = Players(experiment, open_task(experiment.task))
+    found = []
+    for disturbed in (False, True):
+        if disturbed:
+            torch.randn(3)
+        with contextlib.closing(players.open_verifier()) as verifier:
+            found.append((verifier.version(), float(verifier.shift)))
+    asyncio.run(players.close())
+    assert found[0] == found[1]
+
+
+def test_a_loss_without_a_kl_term_has_no_target_for_it() -> None:
+    written("from pvg.training.losses import *\nmine = PolicyLoss(reinforce, mean_of_tokens, penalised=False)\n")
+    for target in (None, 0.01):
+        section = sections.Training(loss="mine.py:mine", kl_target=target)
+        with pytest.raises(ConfigurationError, match="no KL term") if target else contextlib.nullcontext():
+            PolicyObjective(section, sections.Rollouts(), 0)
+
+
+def test_translators_may_be_paid_by_a_reward_of_ones_own() -> None:
+    build_experiment({"game": {"protocol": "decoupled", "reward": "mine.py:mine"}})
 
 
 TASK = """

@@ -131,7 +131,10 @@ class Players:
         else:
             with open_model(models.verifier, self.device) if like is None else like.start_model() as start:
                 model = self._with_adapters(start, seed)
-        verifier = build_verifier(section, model)
+        # What a user's head draws must be the same whenever this run opens one: a version knows what is trained alone.
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
+            verifier = build_verifier(section, model)
         if like is not None:
             verifier.share_with(like)
         if member:  # the first one is what a verifier without an ensemble is

@@ -7,7 +7,7 @@ import time
 from contextlib import AsyncExitStack
 from typing import Literal
 
-from pvg.errors import StateError
+from pvg.errors import StateError, UsageError
 from pvg.experiment import Experiment
 from pvg.game.challenge import environment_of
 from pvg.game.run import Outcome, open_session
@@ -35,9 +35,15 @@ async def sample_only(
 ) -> Outcome:
     """Sample `rollout.group_size` solutions per problem and role of the first `problems` problems (None: all).
 
-    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError when the run holds anything.
+    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError when the run holds anything,
+    UsageError for a decoupled game.
     """
     started = time.perf_counter()
+    if experiment.game.protocol == "decoupled":
+        raise UsageError(
+            "pvg rollout samples solutions, and game.protocol = 'decoupled' has translations of a solver's.",
+            "Sample with game.protocol=direct, or play the game: pvg train",
+        )
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)
         if session.state.phase is not Phase.INIT or session.state.shards:

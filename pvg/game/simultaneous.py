@@ -100,6 +100,8 @@ class VerifierUpdates:
         self._calibrating = calibrating
         self._fresh = fresh
         self._done = 0
+        self._excluded: Mapping[str, str] = {}
+        self._told_excluded = False
         self._pairs = _NewestPairs()
         section, players = session.experiment.verifier, session.players
         sources = len(sources_for_round(session.state.round)) + 1
@@ -136,6 +138,7 @@ class VerifierUpdates:
         self._let_go()
         with span("draw_pairs"):
             self._pairs.source = await session.players.compute(self._open_source)
+        self._tell_excluded()
         metrics: Mapping[str, float] = {}
         for _ in range(game.verifier_updates):
             report = await self._trainer.step()
@@ -183,14 +186,23 @@ class VerifierUpdates:
         shares = source_weights(game, sources_for_round(round_))
         weights = {name: (1.0 - game.fresh_share) * share for name, share in shares.items()}
         weights[source_of_round(round_)] = game.fresh_share
+        stream = pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done))
+        self._excluded = stream.excluded
         return PairSource(
-            pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done)),
+            stream,
             session.players.template(self._verifier),
             self._verifier,
             section,
             executor=session.players.executor,
+            start_step=section.steps + self._done * game.verifier_updates,  # a penalty's warmup goes on
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )
+
+    def _tell_excluded(self) -> None:
+        """Once in a process: with a role that has collapsed, no update has fresh pairs any more."""
+        if self._excluded and not self._told_excluded:
+            self._told_excluded = True
+            self._session.tell_about_excluded_sources(self._excluded)
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
         """On held-out problems: the mint's solutions, and those of the window."""

@@ -151,7 +151,7 @@ class _Episode:
             np.concatenate(parts),
             np.concatenate(logprobs),
             tuple(spans),
-            "length" if any(c.finish_reason == "length" for c in self.completions) else "stop",
+            self.completions[0].finish_reason,  # of the solution, which is what is graded
             Timing(
                 sum(completion.timing.queued_s for completion in self.completions),
                 sum(completion.timing.service_s for completion in self.completions),

@@ -67,6 +67,11 @@ class Alerts:
         collapses = [("helpful_accuracy", "helpful role hardly writes correct solutions any more")]
         if self.two_roles:
             collapses.append(("sneaky_error_rate", "sneaky role hardly writes wrong solutions any more"))
+        if "faithful" in mean:  # translations: right or wrong is the solver's doing
+            collapses = [
+                ("faithful", "faithful role hardly keeps the solver's answer any more"),
+                ("led_astray", "sneaky role hardly leads to another, wrong answer any more"),
+            ]
         for name, what in collapses:
             if mean.get(name, 1.0) < limits.sneaky_collapse:
                 found[f"collapse {name}"] = Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}.")

@@ -187,6 +187,11 @@ class PolicyObjective:
 
     def __init__(self, section: sections.Training, rollout: sections.Rollouts, pad_id: int) -> None:
         self._loss = policy_loss(section.loss)
+        if section.kl_target is not None and not self._loss.penalised:
+            raise ConfigurationError(
+                f"training.kl_target has nothing to adapt: training.loss = {section.loss!r} has no KL term.",
+                "Leave training.kl_target out.",
+            )
         self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
         self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
         self._control = Control(section)

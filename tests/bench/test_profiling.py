@@ -133,11 +133,12 @@ def test_threads_are_sampled_and_waiting_ones_are_not_counted(tmp_path: Path) ->
         working = threading.Thread(target=spin_here, args=(0.6,))
         working.start()
         working.join()
-    sampled = read_speedscope(output)
-    assert sampled.frames[0].function == "spin_here"
+    # Of tests that run side by side, each process has a thread that reads from the others.
+    frames = [frame for frame in read_speedscope(output).frames if frame.function != "Popen2IO.read"]
+    assert frames[0].function == "spin_here"
     # With the main thread's waiting it would be half at most. How many samples of that there are is up to the kernel:
     # where it tells py-spy that a thread sleeps, py-spy takes none.
-    assert sampled.frames[0].share > 0.6
+    assert frames[0].share / sum(frame.share for frame in frames) > 0.6
 
 
 @needs_py_spy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.tasks.halves import problems_of_half
+from pvg.verifier.robust import RobustObjective
 from pvg.verifier.scorer import VerifierScorer
 
 TURNS = {
@@ -118,6 +120,38 @@ def test_pairs_are_drawn_from_the_window_and_the_mint_and_never_from_held_out_pr
     assert len(drawn) == 3
     assert all(set(sources) == {"base", "round-000"} for sources, _ in drawn)
     assert any(from_window for _, from_window in drawn)
+
+
+def test_a_penalty_goes_on_growing_from_update_to_update_and_lost_pairs_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 3 steps in the verifier's phase, and 2 in each of three updates."""
+    strengths: list[float] = []
+    asked = RobustObjective._strength
+
+    def watched(self: RobustObjective, batch: Any) -> float:
+        strengths.append(asked(self, batch))
+        return strengths[-1]
+
+    monkeypatch.setattr(RobustObjective, "_strength", watched)
+    monkeypatch.setattr(VerifierUpdates, "_tell_excluded", lambda self: told.append(dict(self._excluded)))
+    told: list[dict[str, str]] = []
+    played(
+        changed(TURNS | {"verifier.robust": "vrex", "verifier.robust_warmup": 9, "game.fresh_problems": 1}), tmp_path
+    )
+    assert strengths == [step / 9 for step in range(9)]
+    assert len(told) == 3
+
+
+def test_an_update_without_fresh_pairs_is_told_once():
+    found: list[dict[str, str]] = []
+    updates = VerifierUpdates.__new__(VerifierUpdates)
+    updates._session = SimpleNamespace(tell_about_excluded_sources=found.append)
+    updates._told_excluded = False
+    for excluded in ({}, {"round-000": "2 correct and 0 incorrect solutions"}, {"round-000": "none"}):
+        updates._excluded = excluded
+        updates._tell_excluded()
+    assert found == [{"round-000": "2 correct and 0 incorrect solutions"}]
 
 
 @pytest.mark.timeout(600)

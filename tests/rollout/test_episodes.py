@@ -144,14 +144,14 @@ def test_the_environment_is_asked_about_all_episodes_of_a_turn_at_once_and_never
     assert seen.completion_ids[seen.last_start - 1] == TOKENIZER.encode("?")[0]
 
 
-def test_a_turn_at_its_length_limit_makes_the_rollout_one():
+def test_a_solution_at_its_length_limit_makes_the_rollout_one_and_an_answer_does_not():
     wanted = [GroupOrder(Problem("p", "1?", "1"), Role.HELPFUL, TOKENIZER.encode("H1?"), 0, 8)]
     dispatcher_sampling = Sampling(2, (EOS,))
     dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, dispatcher_sampling, 100)
     call = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
     (group,) = asyncio.run(dispatcher.sample(wanted, **call, environment=Script(["1?"])))
     for rollout in group.rollouts:
-        cut = rollout.completion_ids[rollout.turns[1].start - 1] != EOS or rollout.completion_ids[-1] != EOS
+        cut = rollout.completion_ids[rollout.turns[1].start - 1] != EOS
         assert rollout.finish_reason == ("length" if cut else "stop")
     assert {rollout.finish_reason for rollout in group.rollouts} == {"stop", "length"}
 

@@ -72,6 +72,14 @@ def test_event_lines_stay_one_line_and_quote_blanks(tmp_path):
     assert format_event("x", a="").endswith('a=""')
 
 
+def test_translators_collapse_by_what_they_do_with_the_solvers_answer():
+    """Of a weak solver hardly any answer is right, whatever the translators do."""
+    weak = {"helpful_accuracy": 0.05, "sneaky_error_rate": 0.95, "faithful": 0.98, "led_astray": 0.9}
+    assert names_of_many(Alerts(Telemetry(), two_roles=True), weak) == []
+    assert names_of_many(Alerts(Telemetry(), two_roles=True), weak | {"led_astray": 0.0}) == ["collapse"]
+    assert names_of_many(Alerts(Telemetry(), two_roles=True), weak | {"faithful": 0.0}) == ["collapse"]
+
+
 def test_the_second_role_to_collapse_is_told_of_too():
     alerts = Alerts(Telemetry(), two_roles=True)
     sick = HEALTHY | {"sneaky_error_rate": 0.0}
