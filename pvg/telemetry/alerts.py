@@ -16,6 +16,9 @@ from pvg.sections import Telemetry
 EMA_DECAY = 0.8  # about the last five steps: one odd batch raises no alert
 GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed
 
+OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
+AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated")
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -51,7 +54,7 @@ class Alerts:
         self.active = set(state["active"])
 
     def _average(self, metrics: Mapping[str, float]) -> None:
-        for name in ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap", "zero_signal", "truncated"):
+        for name in AVERAGED:
             value = metrics.get(name, math.nan)
             if math.isfinite(value):
                 before = self.averages.get(name, value)
