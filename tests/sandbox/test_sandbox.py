@@ -243,6 +243,31 @@ def test_a_way_out_that_is_open_is_found_by_trying() -> None:
     assert leaking.describe().startswith("reduced")
 
 
+@pytest.mark.parametrize(
+    ("blind", "offered", "said"),
+    [
+        (
+            "_address_space = lambda: 0",
+            {"namespaces", "landlock", "seccomp"},
+            {"nothing limits memory", "a program could use too much memory"},
+        ),
+        ("threads_of = lambda pid: 0", {"landlock", "seccomp"}, {"nothing limits threads"}),
+    ],
+)
+def test_what_cannot_be_limited_is_not_full(
+    monkeypatch: pytest.MonkeyPatch, blind: str, offered: set[str], said: set[str]
+) -> None:
+    """Where /proc tells nothing."""
+    monkeypatch.setattr(
+        warden_process, "CODE", warden_process.CODE.replace("import main; main()", f"import main; W.{blind}; main()")
+    )
+    begun = warden_process.CODE.replace("from inside", "import inside.warden as W; from inside")
+    monkeypatch.setattr(warden_process, "CODE", begun)
+    assert said <= {complaint.partition(" (")[0] for complaint in probe(frozenset(offered)).complaints}
+    with pytest.raises(MissingRequirementError, match="nothing limits"):
+        Sandbox("full", mechanisms=offered)
+
+
 HOLDER = """
 import sys
 from pvg.sandbox import Limits, Program, Sandbox
