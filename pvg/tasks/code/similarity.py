@@ -1,9 +1,9 @@
 """How alike two programs are, whatever their names, comments and layout.
 
 Names are numbered in the order in which they come, so that a renamed copy is the same program; then the multisets of
-four neighbouring tokens are compared: how much of the other one a program contains,
-as a copy with other code beside it is a copy. A lexer of our own reads them: Python's parser can be brought down by
-what a model writes, and half a program is no program to it.
+four neighbouring tokens are compared: how much of the other one a program contains, as a copy with other code beside it
+is a copy. A lexer of our own reads them: Python's parser can be brought down by what a model writes, and half a program
+is no program to it.
 """
 
 from __future__ import annotations
