@@ -25,7 +25,7 @@ REMEDY = (
 
 # Each attempt returns whether it succeeded.
 ATTEMPTS = """
-import os, socket
+import fcntl, mmap, os, socket
 
 def read_a_file(secret, folder, port, pid):
     return "secret" in open(secret).read()
@@ -42,23 +42,42 @@ def signal_a_process(secret, folder, port, pid):
     os.kill(pid, 0)
     return True
 
+def have_a_process_signalled(secret, folder, port, pid):
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, 10, 9)  # F_SETSIG: SIGKILL would be sent, were there anything to read
+    fcntl.fcntl(reading, fcntl.F_SETOWN, pid)
+    return True
+
+def use_too_much_memory(secret, folder, port, pid):
+    mmap.mmap(-1, TOO_MUCH, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()  # asked for, and never touched
+    return True
+
 def attempt(name, *given):
     try:
         return bool(globals()[name](*given))
     except OSError:
         return False
 """
-NAMES = ("read_a_file", "write_a_file", "reach_the_network", "signal_a_process")
+NAMES = (
+    "read_a_file",
+    "write_a_file",
+    "reach_the_network",
+    "signal_a_process",
+    "have_a_process_signalled",
+    "use_too_much_memory",
+)
+TRIAL = Limits(cpu_s=10.0)
 
 
 @dataclass(frozen=True)
 class Isolation:
     """What a sandbox is made of. `refused`: the mechanisms that there are not, and why; `open_`: the attempts to get
-    out that succeeded."""
+    out that succeeded; `unlimited`: of what a program may use as much as it likes."""
 
     given: frozenset[str]
     refused: dict[str, str] = field(default_factory=dict)
     open_: tuple[str, ...] = ()
+    unlimited: tuple[str, ...] = ()
 
     @property
     def complaints(self) -> list[str]:
@@ -71,6 +90,7 @@ class Isolation:
                 f"{name}: {self.refused.get(name, 'not offered')}" for name in ("namespaces", "landlock")
             )
             found.append(f"no file system of its own ({why})")
+        found += [f"nothing limits {what} (/proc tells this process nothing of it)" for what in self.unlimited]
         return found + [f"a program could {name.replace('_', ' ')}" for name in self.open_]
 
     def describe(self) -> str:
@@ -89,7 +109,7 @@ def open_first_warden(level: Level, offered: frozenset[str]) -> tuple[WardenProc
     except (WardenFailedError, OSError) as error:
         raise MissingRequirementError(f"The sandbox does not start: {error}.", REMEDY) from None
     try:
-        isolation = Isolation(warden.given, warden.refused, _ways_out(warden))
+        isolation = Isolation(warden.given, warden.refused, _ways_out(warden), warden.unlimited)
         if level == "full" and isolation.complaints:
             raise MissingRequirementError(
                 f"This machine cannot isolate programs: {'; '.join(isolation.complaints)}.", REMEDY
@@ -116,8 +136,9 @@ def _ways_out(warden: WardenProcess) -> tuple[str, ...]:
         secret.write_text("secret")
         os.chmod(folder, 0o777)
         given = [str(secret), folder, server.getsockname()[1], os.getpid()]
-        program = Program.of_function(ATTEMPTS, "attempt", [[name, *given] for name in NAMES])
-        header, (reports, _, said) = warden.run(program, Limits(cpu_s=10.0))
+        source = f"TOO_MUCH = {2 * TRIAL.memory_mb * 2**20}\n{ATTEMPTS}"
+        program = Program.of_function(source, "attempt", [[name, *given] for name in NAMES])
+        header, (reports, _, said) = warden.run(program, TRIAL)
     lines = reports.decode(errors="replace").splitlines()
     if header["status"] != "ok" or len(lines) != len(NAMES):
         raise WardenFailedError(f"its trial ended {header['status']} ({said.decode(errors='replace')[-200:]})")

@@ -11,9 +11,11 @@ from typing import Any, Literal
 # full: everything that docs/sandbox.md promises, or nothing is run. reduced: what this machine gives.
 Level = Literal["full", "reduced"]
 # ok: it ran to its end, whatever its cases did. error: it failed outside of its cases. timeout: its CPU time was used
-# up. stalled: it waited for longer than `wall_s`. memory, output: that limit. killed: it crashed or left early.
-Status = Literal["ok", "error", "timeout", "stalled", "memory", "output", "killed"]
-# What does not depend on how busy the machine was. A time limit that was reached is no fact about a program.
+# up. stalled: it waited for longer than `wall_s`. memory, output, threads: that limit. killed: it crashed or left
+# early, or something outside ended it.
+Status = Literal["ok", "error", "timeout", "stalled", "memory", "output", "threads", "killed"]
+# What does not depend on how busy the machine was. A time limit that was reached is no fact about a program, and who
+# killed a process is not known: the kernel does too, where memory is short.
 DETERMINISTIC: frozenset[Status] = frozenset({"ok", "error", "output"})
 
 

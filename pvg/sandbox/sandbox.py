@@ -19,6 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -27,8 +28,10 @@ from pvg.sandbox.isolation import MECHANISMS, open_first_warden
 from pvg.sandbox.records import DETERMINISTIC, CaseResult, Execution, Level, Limits, Program
 from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
 
-STDERR_TAIL = 2000  # characters kept of what a program complains
-CACHE_ENTRIES = 8192
+TAIL = 2000  # characters kept of what a program complains, bytes of what it prints beside its report
+LONGEST_SENTENCE = 200  # of an error
+CACHE_ENTRIES, CACHE_BYTES = 8192, 64 * 2**20
+ENTRY_BYTES = 1024  # of a cached execution beside its parts
 ATTEMPTS = 2  # a warden that fails is replaced once per program
 
 
@@ -43,6 +46,7 @@ class Sandbox:
         *,
         workers: int | None = None,
         cache_entries: int = CACHE_ENTRIES,
+        cache_bytes: int = CACHE_BYTES,
         mechanisms: Collection[str] = MECHANISMS,
     ) -> None:
         """Raises MissingRequirementError where this machine cannot give `level`."""
@@ -52,27 +56,40 @@ class Sandbox:
         self._python = first.python
         self._wardens = _Wardens(first, self._offered)
         self._pool = ThreadPoolExecutor(workers or _cores(), "pvg-sandbox")
-        self._cache = _Cache(cache_entries)
+        self._cache = _Cache(cache_entries, cache_bytes)
         self._closed = weakref.finalize(self, _close, self._pool, self._wardens)
 
     def run(self, program: Program, limits: Limits | None = None) -> Execution:
         """Raises MissingRequirementError when the sandbox itself fails twice: no verdict is made up."""
-        return self._submit(program, limits or self.limits).result()
+        return self.run_many([program], limits)[0]
 
-    def run_many(self, programs: Sequence[Program], limits: Limits | None = None) -> list[Execution]:
-        """Side by side; one that comes twice is run once."""
-        submitted: dict[Program, Future[Execution]] = {}
-        for program in programs:
-            if program not in submitted:
-                submitted[program] = self._submit(program, limits or self.limits)
-        return [submitted[program].result() for program in programs]
+    def run_many(
+        self, programs: Sequence[Program], limits: Limits | None = None, *, fresh: bool = False
+    ) -> list[Execution]:
+        """Side by side; one that comes twice is run once. `fresh`: each is run for itself, whatever is known of it."""
+        chosen = limits or self.limits
+        of_program: dict[Program, Future[Execution]] = {}
+        waiting: list[Future[Execution]] = []
+        try:
+            for program in programs:
+                if fresh:
+                    waiting.append(self._submit(program, chosen, fresh=True))
+                else:
+                    if program not in of_program:
+                        of_program[program] = self._submit(program, chosen)
+                    waiting.append(of_program[program])
+            return [future.result() for future in waiting]
+        except BaseException:  # nobody wants the others any more
+            for future in waiting:
+                future.cancel()
+            raise
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Execution:
         """A caller that is cancelled leaves a program that is running to its end."""
         return await asyncio.wrap_future(self._submit(program, limits or self.limits))
 
     def close(self) -> None:
-        """Wait for what is running, and end all processes."""
+        """End all processes. What still waits for its turn is cancelled, and what is running fails."""
         self._closed()
 
     def __enter__(self) -> Sandbox:
@@ -83,85 +100,141 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _submit(self, program: Program, limits: Limits) -> Future[Execution]:
+    def _submit(self, program: Program, limits: Limits, *, fresh: bool = False) -> Future[Execution]:
+        if fresh:
+            return self._pool.submit(_execute, self._wardens, program, limits)
         key = program.digest(limits, self._python)
         if (known := self._cache.get(key)) is not None:
             done: Future[Execution] = Future()
-            done.set_result(known)
+            done.set_result(known.execution(program))
             return done
-        return self._pool.submit(_execute, self._wardens, self._cache, key, program, limits)
+        return self._pool.submit(_execute_once, self._wardens, self._cache, key, program, limits)
 
 
 class _Wardens:
-    """Those that are idle; more are started when all are busy."""
+    """Those that are idle and those that are busy; more are started when all are busy."""
 
     def __init__(self, first: WardenProcess, offered: frozenset[str]) -> None:
-        self._given, self._offered = first.given, offered
-        self._idle = [first]
+        self._made_of, self._offered = (first.given, first.unlimited), offered
+        self._idle, self._busy = [first], set[WardenProcess]()
+        self._closed = False
         self._lock = threading.Lock()
 
     def take(self) -> WardenProcess:
         """One that is idle, or else a new one. Raises WardenFailedError, also for one with fewer walls than the first,
-        which was tried."""
+        which was tried, and when they are closed."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            if self._idle and not self._closed:
+                self._busy.add(warden := self._idle.pop())
+                return warden
         return self.start()
 
     def start(self) -> WardenProcess:
+        if self._closed:
+            raise WardenFailedError("it was closed")
         warden = WardenProcess(self._offered)
-        if warden.given != self._given:
-            warden.close()
-            raise WardenFailedError(f"a second one got {sorted(warden.given)} instead of {sorted(self._given)}")
+        with self._lock:
+            self._busy.add(warden)
+            closed = self._closed
+        if closed or (warden.given, warden.unlimited) != self._made_of:
+            self.drop(warden)
+            why = "it was closed" if closed else f"a second one got {sorted(warden.given)}, the first one more"
+            raise WardenFailedError(why)
         return warden
 
     def give_back(self, warden: WardenProcess) -> None:
         with self._lock:
+            self._busy.discard(warden)
             self._idle.append(warden)
 
+    def drop(self, warden: WardenProcess) -> None:
+        with self._lock:
+            self._busy.discard(warden)
+        warden.close()
+
+    def stop(self) -> None:
+        """Kill the busy ones, whose users see them fail, and start no others."""
+        with self._lock:
+            self._closed = True
+            for warden in self._busy:
+                warden.kill()
+
     def close(self) -> None:
+        """After `stop`, and after their users."""
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
 
 
-class _Cache:
-    """The outcomes of the programs that were run last. Bounded, safe for threads."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a warden said of a program: a tenth of what it takes as an Execution."""
 
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
-        self._found: OrderedDict[str, Execution] = OrderedDict()
+    header: dict[str, Any]
+    parts: list[bytes]
+
+    @property
+    def size(self) -> int:
+        return ENTRY_BYTES + sum(map(len, self.parts))
+
+    def execution(self, program: Program) -> Execution:
+        return _execution(program, self.header, self.parts)
+
+
+class _Cache:
+    """The outcomes of the programs that were run last: at most `entries`, of at most `most_bytes` together. Safe for
+    threads."""
+
+    def __init__(self, entries: int, most_bytes: int) -> None:
+        self._entries, self._most_bytes, self.bytes = entries, most_bytes, 0
+        self._found: OrderedDict[str, _Answer] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> Execution | None:
+    def get(self, key: str) -> _Answer | None:
         with self._lock:
             if key in self._found:
                 self._found.move_to_end(key)
             return self._found.get(key)
 
-    def keep(self, key: str, execution: Execution) -> None:
+    def keep(self, key: str, answer: _Answer) -> None:
         with self._lock:
-            self._found[key] = execution
-            while len(self._found) > self._entries:
-                self._found.popitem(last=False)
+            before = self._found.pop(key, None)
+            self._found[key] = answer
+            self.bytes += answer.size - (before.size if before else 0)
+            while self._found and (len(self._found) > self._entries or self.bytes > self._most_bytes):
+                self.bytes -= self._found.popitem(last=False)[1].size
 
 
 def _close(pool: ThreadPoolExecutor, wardens: _Wardens) -> None:
+    pool.shutdown(wait=False, cancel_futures=True)
+    wardens.stop()
     pool.shutdown(wait=True)
     wardens.close()
 
 
-def _execute(wardens: _Wardens, cache: _Cache, key: str, program: Program, limits: Limits) -> Execution:
+def _execute_once(wardens: _Wardens, cache: _Cache, key: str, program: Program, limits: Limits) -> Execution:
     """In a thread of the pool."""
-    if (known := cache.get(key)) is not None:  # made while this waited
-        return known
+    known = cache.get(key)  # made while this waited
+    if known is None:
+        known = _answer(wardens, program, limits)
+        if known.header["status"] in DETERMINISTIC:
+            cache.keep(key, known)
+    return known.execution(program)
+
+
+def _execute(wardens: _Wardens, program: Program, limits: Limits) -> Execution:
+    return _answer(wardens, program, limits).execution(program)
+
+
+def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
+    """Raises MissingRequirementError."""
     for attempt in range(ATTEMPTS):
         try:
             warden = wardens.start() if attempt else wardens.take()  # the idle ones may be dead too
             try:
-                header, parts = warden.run(program, limits)
+                header, (reports, stdout, stderr) = warden.run(program, limits)
             except BaseException:
-                warden.close()
+                wardens.drop(warden)
                 raise
         except (WardenFailedError, OSError) as error:
             if attempt == ATTEMPTS - 1:
@@ -171,15 +244,12 @@ def _execute(wardens: _Wardens, cache: _Cache, key: str, program: Program, limit
         else:
             wardens.give_back(warden)
             break
-    execution = _execution(program, header, parts)
-    if execution.status in DETERMINISTIC:
-        cache.keep(key, execution)
-    return execution
+    return _Answer(header, [reports, stdout[-TAIL:], stderr[-4 * TAIL :]])  # of at most four bytes a character
 
 
 def _execution(program: Program, header: dict[str, Any], parts: list[bytes]) -> Execution:
     reports, stdout, stderr = (part.decode(errors="replace") for part in parts)
-    said = stderr[-STDERR_TAIL:]
+    said = stderr[-TAIL:]
     missing = CaseResult(error=_why_missing(header["status"], said))
     cases = [_case(line) for line in reports.split("\n")[: len(program.cases)] if line]
     return Execution(
@@ -201,17 +271,25 @@ def _case(line: str) -> CaseResult:
         return CaseResult(error="its report cannot be read")
     if kind == "value":
         return CaseResult(value=found)
-    return CaseResult(error=found if isinstance(found, str) and found else "its report cannot be read")
+    sentence = _sentence(found) if isinstance(found, str) else ""
+    return CaseResult(error=sentence or "its report cannot be read")
+
+
+def _sentence(text: str) -> str:
+    """One that can be printed and stored: a program may say halves of characters, and what terminals obey."""
+    whole = text[:LONGEST_SENTENCE].encode(errors="replace").decode()
+    return "".join(character if character.isprintable() else " " for character in whole).strip()
 
 
 def _why_missing(status: str, said: str) -> str:
     return {
         "ok": "it ended early",
-        "error": said.strip().rpartition("\n")[2] or "it failed",
+        "error": _sentence(said.strip().rpartition("\n")[2]) or "it failed",
         "timeout": "its CPU time was used up",
         "stalled": "it waited for too long",
         "memory": "its memory was used up",
         "output": "it wrote too much",
+        "threads": "it started too many threads",
     }.get(status, "it crashed or left early")
 
 

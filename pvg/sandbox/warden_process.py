@@ -33,7 +33,8 @@ class WardenFailedError(Exception):
 
 
 class WardenProcess:
-    """One job at a time. `given` and `refused` (name -> why) are the mechanisms that it got of those `offered`."""
+    """One job at a time. `given` and `refused` (name -> why) are the mechanisms that it got of those `offered`;
+    `unlimited`: what it cannot limit on this machine."""
 
     def __init__(self, offered: Collection[str]) -> None:
         """Raises WardenFailedError."""
@@ -49,24 +50,25 @@ class WardenProcess:
             cwd="/",
             start_new_session=True,
         )
-        header, _ = self._answer(START_S)
-        self.given = frozenset(header["given"])
-        self.refused: dict[str, str] = header["refused"]
-        self.python: str = header["python"]
+        try:
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+            header, _ = self._answer(time.monotonic() + START_S)
+            self.given = frozenset(header["given"])
+            self.refused: dict[str, str] = header["refused"]
+            self.unlimited = tuple(header["unlimited"])
+            self.python: str = header["python"]
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
         """The keeper's header, and what the program reported, printed and complained. Raises WardenFailedError."""
         job = {"source": program.source, "entry": program.entry, "cases": program.cases, "limits": limits.plain()}
         data = json.dumps(job).encode()
-        stdin = self._process.stdin
-        assert stdin is not None
-        rest = memoryview(struct.pack("!I", len(data)) + data)
-        try:
-            while rest:
-                rest = rest[stdin.write(rest) or 0 :]
-        except OSError as error:
-            raise self._failure(f"it takes no job ({error.strerror})") from None
-        header, body = self._answer(limits.wall_s + GRACE_S)
+        deadline = time.monotonic() + limits.wall_s + GRACE_S
+        self._write(struct.pack("!I", len(data)) + data, deadline)
+        header, body = self._answer(deadline)
         if header["status"] in ("keeper failed", "not confined"):
             raise self._failure(f"{header['status']} ({body.decode(errors='replace')[-300:]})")
         parts, start = [], 0
@@ -75,17 +77,35 @@ class WardenProcess:
             start += size
         return header, parts
 
-    def close(self) -> None:
-        """Kill it, and with it whatever it runs."""
+    def kill(self) -> None:
+        """It, and with it whatever it runs. Whoever waits for its answer, in another thread perhaps, sees its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill it, and let go of it."""
+        self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
 
-    def _answer(self, seconds: float) -> tuple[dict[str, Any], bytes]:
-        deadline = time.monotonic() + seconds
+    def _write(self, data: bytes, deadline: float) -> None:
+        assert self._process.stdin is not None
+        descriptor, rest = self._process.stdin.fileno(), memoryview(data)
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLOUT)
+        while rest:
+            if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise self._failure("it takes no job")
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:  # room for less than a page
+                continue
+            except OSError as error:
+                raise self._failure(f"it takes no job ({error.strerror})") from None
+
+    def _answer(self, deadline: float) -> tuple[dict[str, Any], bytes]:
         header_size, body_size = HEADER.unpack(self._read(HEADER.size, deadline))
         if header_size > LONGEST_HEADER:
             raise self._failure("its answer is no answer")

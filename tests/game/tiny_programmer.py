@@ -28,6 +28,7 @@ def rows() -> list[dict[str, Any]]:
             "reference": f"def f(n):\n    return n + {k}",
             "visible": [{"input": [1], "output": 1 + k}],
             "hidden": [{"input": [n], "output": n + k} for n in (0, 5)],
+            "check": "def valid(n):\n    return n >= 0",
         }
         for k in NUMBERS
     ]

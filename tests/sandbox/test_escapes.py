@@ -73,6 +73,33 @@ def test_a_fork_bomb_ends_at_the_limit_and_leaves_nobody(kind: str) -> None:
         assert few.status == many.status == "ok"
 
 
+THREADS = """
+import threading, time
+def attack(most):
+    threading.stack_size(32768)
+    started = 0
+    try:
+        for _ in range(most):
+            threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+            started += 1
+    except RuntimeError:
+        return started
+    time.sleep(3)
+    return started
+"""
+
+
+def test_threads_are_few(sandbox: Sandbox | None) -> None:
+    if sandbox is None:
+        return
+    bomb = sandbox.run(Program.of_function(THREADS, "attack", [[200]]))
+    if "namespaces" in sandbox.isolation.given:
+        assert bomb.cases[0].value <= 16
+    else:
+        assert (bomb.status, bomb.cases[0].error) == ("threads", "it started too many threads")
+    assert attack(sandbox, THREADS.replace("time.sleep(3)", ""), 10).value == 10
+
+
 MEMORY_BOMB = (
     "def attack(mb):\n    held = []\n    for _ in range(mb):\n        held.append(bytearray(2**20))\n    return mb\n"
 )
@@ -329,6 +356,33 @@ def test_other_processes_cannot_be_signalled(sandbox: Sandbox | None, control: S
         assert other.wait(30) == -9
 
 
+BY_FILE = """
+import fcntl, os
+def attack(pid):
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, 10, 9)  # F_SETSIG, SIGKILL
+    fcntl.fcntl(reading, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(reading, fcntl.F_SETFL, fcntl.fcntl(reading, fcntl.F_GETFL) | os.O_NONBLOCK | 0o20000)  # O_ASYNC
+    os.write(writing, b"x")
+    return "sent"
+"""
+
+
+def test_the_kernel_signals_nobody_for_a_program(sandbox: Sandbox | None, control: Sandbox) -> None:
+    """Nor where the system call filter stands alone: Landlock before version 6 lets signals pass."""
+    with bystander() as other:
+        if sandbox is not None:
+            assert attack(sandbox, BY_FILE, other.pid).value is None
+        with Sandbox("reduced", LIMITS, workers=1, mechanisms={"seccomp"}) as alone:
+            if "seccomp" in alone.isolation.given:
+                assert attack(alone, BY_FILE, other.pid).value is None
+                assert "have_a_process_signalled" not in alone.isolation.open_
+        assert other.poll() is None
+        assert attack(control, BY_FILE, other.pid).value == "sent"
+        assert other.wait(30) == -9
+        assert "have_a_process_signalled" in control.isolation.open_
+
+
 PTRACE = """
 import ctypes, os
 def attack(pid):
@@ -484,6 +538,23 @@ def test_crashes_and_early_exits_are_no_answers(sandbox: Sandbox | None) -> None
     deep = sandbox.run(endless, Limits(memory_mb=16))
     assert deep.cases[0].error
     assert attack(sandbox, "def attack():\n    return 'well'\n").value == "well"  # and the sandbox is
+
+
+def test_no_exit_code_speaks_for_pvg(sandbox: Sandbox | None) -> None:
+    if sandbox is None:
+        return
+    for code in (1, 7, 80, 81, 84, 255):  # 81 once said that the walls do not stand, which ends the run
+        ended = sandbox.run(Program(f"import os\nos._exit({code})", None, ("",)))
+        assert (ended.status, ended.exit) == ("killed", code)
+
+
+def test_whoever_closes_its_outputs_is_watched_all_the_same(sandbox: Sandbox | None) -> None:
+    if sandbox is None:
+        return
+    closed = "import os\nos.closerange(0, 64)\n"
+    assert sandbox.run(Program(closed + "while True: pass", None, ("",)), Limits(cpu_s=0.2)).status == "timeout"
+    waits = Program(closed + "import time\ntime.sleep(600)", None, ("",))
+    assert sandbox.run(waits, Limits(wall_s=0.3)).status == "stalled"
 
 
 def test_namespaces_alone_keep_most_of_it(tmp_path: Path) -> None:

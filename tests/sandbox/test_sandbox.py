@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from pvg.errors import MissingRequirementError
-from pvg.sandbox import Execution, Limits, Program, Sandbox, probe
+from pvg.sandbox import Execution, Limits, Program, Sandbox, probe, warden_process
 from pvg.sandbox.isolation import Isolation
-from pvg.sandbox.sandbox import _execution
+from pvg.sandbox.sandbox import TAIL, _execution
+from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,18 @@ def test_functions_give_values_and_errors_case_by_case(box: Sandbox) -> None:
     assert found.cpu_s > 0
 
 
+def test_what_is_told_can_be_printed_and_stored(box: Sandbox) -> None:
+    raised = ran(box, "def f():\n    raise Exception('\\ud800\\x1b[2J\\u202e\\r!')\n", "f", "[]")
+    assert raised.cases[0].error == "Exception: ? [2J  !"
+    forged = (
+        "import json, os\ndef f(x):\n    os.write(3, json.dumps(['error', x * 9]).encode() + b'\\n')\n    os._exit(0)\n"
+    )
+    assert ran(box, forged, "f", repr(["A" * 100])).cases[0].error == "A" * 200
+    assert ran(box, forged, "f", r"['\n\x07']").cases[0].error == "its report cannot be read"
+    outside = ran(box, "import os\nos.write(2, b'\\x1b[2J well')\n1 / 0", "f", "[]")
+    assert all(case.error.isprintable() for case in outside.cases)
+
+
 def test_methods_of_a_class_solution_are_found(box: Sandbox) -> None:
     source = "class Solution:\n    def twice(self, x):\n        return 2 * x\n"
     assert ran(box, source, "twice", "[4]").cases[0].value == 8
@@ -54,6 +67,18 @@ def test_programs_read_and_print(box: Sandbox) -> None:
     assert ran(box, by_bytes, None, "abc").cases[0].value == "cba"
     main = "if __name__ == '__main__':\n    print('main')\nraise SystemExit(3)"
     assert ran(box, main, None, "").cases[0].error == "SystemExit: 3"
+
+
+def test_programs_read_and_print_as_elsewhere(box: Sandbox) -> None:
+    long = "line\n" * 40_000  # more than a pipe holds
+    raw = ran(box, "print(len(open(0).read()))", None, "abc", long, "", long, "ab")
+    assert [case.value for case in raw.cases] == ["3\n", "200000\n", "0\n", "200000\n", "2\n"]
+    unread = ran(box, "import os\nprint(os.read(0, 4))", None, long, long, "x")
+    assert [case.value for case in unread.cases] == ["b'line'\n", "b'line'\n", "b'x'\n"]
+    closes = "import sys\nprint(input())\nsys.stdout.close()"
+    assert [case.value for case in ran(box, closes, None, "a", "b").cases] == ["a\n", "b\n"]
+    late = "import threading, time\ns = input()\nthreading.Thread(target=lambda: (time.sleep(0.05), print(s))).start()"
+    assert [case.value for case in ran(box, late, None, "a", "b").cases] == ["a\n", "b\n"]
 
 
 def test_what_fails_outside_of_a_case_says_so_for_all(box: Sandbox) -> None:
@@ -93,14 +118,31 @@ def test_outcomes_are_cached_by_content_unless_time_decided(monkeypatch: pytest.
     with Sandbox("reduced", Limits(cpu_s=5.0), workers=1, cache_entries=2) as box:
         program = Program.of_function(count, "f", [[]])
         first = box.run(program)
-        assert box.run(program) is first
-        assert box.run(program, Limits(cpu_s=6.0)) is not first  # other limits, another question
-        assert box.run(Program.of_function(count + "\n", "f", [[]])) is not first
-        assert box.run(program) is not first  # two others came since
+        assert box.run(program) == first
+        assert box.run(program, Limits(cpu_s=6.0)) != first  # other limits, another question
+        assert box.run(Program.of_function(count + "\n", "f", [[]])) != first
+        assert box.run(program) != first  # two others came since
         late = Program("while True: pass", None, ("",))
-        assert box.run(late, Limits(cpu_s=0.05)) is not box.run(late, Limits(cpu_s=0.05))
-        twice = box.run_many([Program.of_function(count + "#", "f", [[]])] * 2)
-        assert twice[0] is twice[1]
+        assert box.run(late, Limits(cpu_s=0.05)) != box.run(late, Limits(cpu_s=0.05))
+        commented = Program.of_function(count + "#", "f", [[]])
+        twice = box.run_many([commented] * 2)
+        assert twice[0] == twice[1]
+        anew = box.run_many([commented] * 2, fresh=True)
+        assert len({execution.cases[0].value for execution in (*twice, *anew)}) == 3
+
+
+def test_the_cache_is_bounded_in_bytes() -> None:
+    long = "def f():\n    print('y' * 50_000)\n    return 'x' * 30_000\n"
+    with Sandbox("reduced", Limits(cpu_s=5.0), workers=1, cache_bytes=100_000) as box:
+        for number in range(6):
+            found = box.run(Program.of_function(f"{long}#{number}", "f", [[]]))
+            assert len(found.stdout) <= TAIL
+        kept = list(box._cache._found.values())
+        assert len(kept) == 3  # what is printed beside the report takes no room
+        assert box._cache.bytes == sum(answer.size for answer in kept) <= 100_000
+        box._cache.keep("again", kept[0])
+        box._cache.keep("again", kept[0])
+        assert box._cache.bytes == sum(answer.size for answer in box._cache._found.values())
 
 
 def test_many_run_side_by_side_in_order(box: Sandbox) -> None:
@@ -126,6 +168,56 @@ def test_a_warden_that_dies_is_replaced(box: Sandbox) -> None:
         os.killpg(warden._process.pid, signal.SIGKILL)
         warden._process.wait()
     assert ran(box, "def f(): return 'again'", "f", "[]").cases[0].value == "again"
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
+
+
+def test_a_warden_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warden_process, "CODE", "import time; time.sleep(600)")
+    monkeypatch.setattr(warden_process, "START_S", 0.2)
+    before, children = descriptors(), psutil.Process().children()
+    with pytest.raises(WardenFailedError, match="does not answer"):
+        WardenProcess(frozenset())
+    assert psutil.Process().children() == children
+    assert len(descriptors()) == len(before)
+
+
+def test_a_warden_that_takes_no_job_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    warden = WardenProcess(frozenset())
+    try:
+        os.kill(warden._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(warden_process, "GRACE_S", 0.1)
+        with pytest.raises(WardenFailedError, match="takes no job"):  # more than a pipe holds
+            warden.run(Program("#" * 500_000, None, ("",)), Limits(wall_s=0.1))
+    finally:
+        warden.close()
+
+
+def test_what_waits_is_cancelled_and_what_runs_is_ended() -> None:
+    sleeps = [Program(f"import time\ntime.sleep(600)\n#{n}", None, ("",)) for n in range(4)]
+    box = Sandbox("reduced", Limits(wall_s=600.0), workers=1)
+    waiting = [box._submit(program, box.limits) for program in sleeps]
+    deadline = time.monotonic() + 60
+    while not box._wardens._busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    box.close()  # it would take forty minutes otherwise
+    with pytest.raises(MissingRequirementError):
+        waiting[0].result(0)
+    assert all(future.cancelled() for future in waiting[1:])
+    assert not box._wardens._busy
+
+
+def test_when_one_fails_the_others_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox("reduced", workers=1) as box:
+        monkeypatch.setattr(WardenProcess, "run", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        futures = []
+        submit = box._pool.submit
+        monkeypatch.setattr(box._pool, "submit", lambda *given: futures.append(submit(*given)) or futures[-1])
+        with pytest.raises(KeyboardInterrupt):
+            box.run_many([Program(f"#{number}", None, ("",)) for number in range(50)])
+        assert any(future.cancelled() for future in futures)
 
 
 def test_no_verdict_is_made_up_when_the_sandbox_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +248,36 @@ def test_a_way_out_that_is_open_is_found_by_trying() -> None:
     held = Isolation(frozenset({"seccomp", "landlock"}))
     assert held.complaints == []
     assert held.describe() == "full (landlock, seccomp)"
+    unlimited = Isolation(held.given, {}, (), ("memory",))
+    assert unlimited.complaints == ["nothing limits memory (/proc tells this process nothing of it)"]
     leaking = Isolation(held.given, {}, ("reach_the_network",))
     assert leaking.complaints == ["a program could reach the network"]
     assert leaking.describe().startswith("reduced")
+
+
+@pytest.mark.parametrize(
+    ("blind", "offered", "said"),
+    [
+        (
+            "_address_space = lambda: 0",
+            {"namespaces", "landlock", "seccomp"},
+            {"nothing limits memory", "a program could use too much memory"},
+        ),
+        ("threads_of = lambda pid: 0", {"landlock", "seccomp"}, {"nothing limits threads"}),
+    ],
+)
+def test_what_cannot_be_limited_is_not_full(
+    monkeypatch: pytest.MonkeyPatch, blind: str, offered: set[str], said: set[str]
+) -> None:
+    """Where /proc tells nothing."""
+    monkeypatch.setattr(
+        warden_process, "CODE", warden_process.CODE.replace("import main; main()", f"import main; W.{blind}; main()")
+    )
+    begun = warden_process.CODE.replace("from inside", "import inside.warden as W; from inside")
+    monkeypatch.setattr(warden_process, "CODE", begun)
+    assert said <= {complaint.partition(" (")[0] for complaint in probe(frozenset(offered)).complaints}
+    with pytest.raises(MissingRequirementError, match="nothing limits"):
+        Sandbox("full", mechanisms=offered)
 
 
 HOLDER = """
@@ -170,14 +289,17 @@ box.run(Program("import time; time.sleep(600)", None, ("",)))
 """
 
 
-def test_nothing_outlives_a_pvg_that_is_killed() -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("does_first", ["", "os.closerange(0, 64);"])
+def test_nothing_outlives_a_pvg_that_is_killed(does_first: str) -> None:
+    source = HOLDER.replace("import time;", f"import os, time; {does_first}")
+    holder = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     warden = psutil.Process(int(holder.stdout.readline()))
     deadline = time.monotonic() + 60
     while len(family := [warden, *warden.children(recursive=True)]) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(family) == 3  # warden, keeper, program
+    time.sleep(0.3 if does_first else 0.0)  # for it to be done
     holder.kill()
     holder.wait()
     gone, alive = psutil.wait_procs(family, timeout=60)

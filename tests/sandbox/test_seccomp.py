@@ -53,7 +53,7 @@ def test_calls_by_number(machine: str, processes: bool) -> None:
     named = {numbers[column] for numbers in seccomp.CALLS.values()}
     forks = {numbers[column] for numbers in seccomp.FORKS.values()} if processes else set()
     by_argument = {call[column] for call in (seccomp.CLONE, seccomp.KILL, seccomp.TGKILL, seccomp.IOCTL)}
-    by_argument |= {seccomp.PRLIMIT[column], seccomp.CLONE3[column]}
+    by_argument |= {seccomp.FCNTL[column], seccomp.PRLIMIT[column], seccomp.CLONE3[column]}
     for number in set(range(600)) - by_argument:
         expected = ALLOWED if number in named | forks else DENIED
         assert outcome(program, ARCHITECTURE[machine], number) == expected, number
@@ -85,5 +85,8 @@ def test_arguments_decide(machine: str) -> None:
         assert said(program, seccomp.CLONE, thread | user_namespace) == DENIED
     assert said(alone, seccomp.IOCTL, 0, 0x5401) == ALLOWED
     assert said(alone, seccomp.IOCTL, 0, 0x5412) == DENIED  # TIOCSTI: typing into somebody's terminal
+    allowed = {command for command in range(2000) if said(alone, seccomp.FCNTL, 0, command, 7) == ALLOWED}
+    assert allowed == {*range(8), 1030}  # F_SETOWN is 8, F_SETSIG 10, F_SETOWN_EX 15, F_SETLEASE 1024, F_NOTIFY 1026
+    assert {said(alone, seccomp.FCNTL, 0, 2**32 - n) for n in range(1, 9)} == {DENIED}
     assert said(alone, seccomp.PRLIMIT, 0, 1, 0) == ALLOWED
     assert {said(alone, seccomp.PRLIMIT, 0, 1, pointer) for pointer in (1, 2**32, 2**63)} == {DENIED}

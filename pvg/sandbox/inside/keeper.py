@@ -24,8 +24,11 @@ HEADER = struct.Struct("!II")  # bytes of the header, bytes of all that follows 
 STREAMS = ("reports", "stdout", "stderr")
 CHUNK = 65536
 SLOWEST_LOOK_S, FASTEST_LOOK_S = 0.1, 0.005  # at the child's CPU time
-# How a child ends that could not be confined, or whose program failed: nothing else of pvg's exits so.
-NOT_CONFINED, FAILED, NO_MEMORY = 81, 82, 83
+COUNTING_LOOK_S = 0.02  # at the number of its threads, which nothing else limits then
+LAST_LOOK_S = 0.0005  # at a child that has closed its outputs, and has ended as a rule
+# How a child ends whose program failed. A program may leave so too: it says nothing that pvg believes.
+FAILED, NO_MEMORY = 82, 83
+BEHIND = 4  # the child's descriptor for one byte, written behind the walls and closed before the program starts
 # What the child may map beside its job's memory: code and data of the interpreter, stacks of threads.
 THREADS = 16
 HIGHEST_DESCRIPTOR = 4096  # the warden opens a handful
@@ -70,7 +73,7 @@ def keep(asked: int, answers: int, around: Walls) -> None:
     limits = job["limits"]
     if around.namespaces:
         walls.enter_job(limits["scratch_bytes"])
-    pipes = {name: os.pipe() for name in STREAMS}
+    pipes = {name: os.pipe() for name in (*STREAMS, "behind")}
     for reading, _ in pipes.values():
         os.set_blocking(reading, False)
     child = os.fork()
@@ -78,7 +81,13 @@ def keep(asked: int, answers: int, around: Walls) -> None:
         _confined(job, {name: writing for name, (_, writing) in pipes.items()}, around)
     for _, writing in pipes.values():
         os.close(writing)
-    ending = _watch(child, {name: reading for name, (reading, _) in pipes.items()}, asked, limits)
+    behind = pipes.pop("behind")[0]
+    most = None if around.namespaces else 1 + THREADS
+    ending = _watch(child, {name: reading for name, (reading, _) in pipes.items()}, asked, limits, most)
+    if not ending.status:
+        # The child is dead, so that the byte is there or never comes. How it ended is no word of ours: programs end
+        # as they like.
+        ending.status = _status(ending.exit) if os.read(behind, 1) else "not confined"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # where there are no namespaces; with them all are dead with the child
     header = {"status": ending.status, "exit": ending.exit, "cpu_s": ending.cpu_s, "wall_s": ending.wall_s}
@@ -90,17 +99,19 @@ def keep(asked: int, answers: int, around: Walls) -> None:
 
 def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> None:
     """In the child, which never returns."""
-    status = NOT_CONFINED
+    status = FAILED
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY) if os.path.exists(os.devnull) else os.pipe()[0]
-        for place, descriptor in enumerate((null, ends["stdout"], ends["stderr"], ends["reports"])):
-            os.dup2(descriptor, place + 10)  # above all that are in use below
-        for place in range(4):
-            os.dup2(place + 10, place)
-        _close_all_but({0, 1, 2, 3, around.landlock})
+        held = (null, ends["stdout"], ends["stderr"], ends["reports"], ends["behind"])
+        for place, descriptor in enumerate(held):
+            os.dup2(descriptor, place + 20)  # above all that are in use below
+        for place in range(len(held)):
+            os.dup2(place + 20, place)
+        _close_all_but({*range(len(held)), around.landlock})
         _confine(job["limits"], around)
-        status = FAILED
+        os.write(BEHIND, b"+")
+        os.close(BEHIND)
         try:
             program.run(job, 3)
             status = 0
@@ -150,15 +161,18 @@ def _confine(limits: Mapping[str, Any], around: Walls) -> None:
 
 @dataclass
 class _Ending:
-    status: str
+    status: str  # "": it ended by itself
     exit: int
     cpu_s: float
     wall_s: float
     outputs: dict[str, bytes]
 
 
-def _watch(child: int, ends: Mapping[str, int], asked: int, limits: Mapping[str, Any]) -> _Ending:
-    """Until all its outputs are closed, a limit is reached, or nobody waits for it any more."""
+def _watch(
+    child: int, ends: Mapping[str, int], asked: int, limits: Mapping[str, Any], most_threads: int | None
+) -> _Ending:
+    """Until it ends, a limit is reached, or nobody waits for it any more. `most_threads`: None where the kernel keeps
+    that limit."""
     started = time.monotonic()
     outputs = {name: bytearray() for name in STREAMS}
     names = {descriptor: name for name, descriptor in ends.items()}
@@ -166,53 +180,69 @@ def _watch(child: int, ends: Mapping[str, int], asked: int, limits: Mapping[str,
     for descriptor in names:
         poller.register(descriptor, select.POLLIN)
     poller.register(asked, 0)  # hung up: whoever asked is gone
-    left, status = limits["output_bytes"], ""
-    while names and not status:
-        spent_s, passed_s = _cpu_s(child), time.monotonic() - started
-        if spent_s > limits["cpu_s"]:
-            status = "timeout"
-        elif passed_s > limits["wall_s"]:
-            status = "stalled"
-        else:
-            look_s = min(max((limits["cpu_s"] - spent_s) / 4, FASTEST_LOOK_S), SLOWEST_LOOK_S)
-            for descriptor, _ in poller.poll(look_s * 1e3):
-                if descriptor == asked:
-                    status = "abandoned"
-                elif data := os.read(descriptor, CHUNK):
-                    outputs[names[descriptor]] += data[: max(left, 0)]
-                    left -= len(data)
-                else:
-                    poller.unregister(descriptor)
-                    del names[descriptor]
-            status = status or ("output" if left < 0 else "")
-    if status:
+    left, status, ended = limits["output_bytes"], "", None
+    slowest_s = SLOWEST_LOOK_S if most_threads is None else COUNTING_LOOK_S
+    while ended is None and not status:
+        spent_s = _cpu_s(child)
+        if status := _limit_reached(child, spent_s, time.monotonic() - started, limits, most_threads):
+            break
+        if names:
+            look_s = min(max((limits["cpu_s"] - spent_s) / 4, FASTEST_LOOK_S), slowest_s)
+        else:  # a child that has closed its outputs may go on: it has until its time is over
+            ended = _ended(child)
+            look_s = 0.0
+            if ended is None:
+                time.sleep(LAST_LOOK_S)
+        for descriptor, _ in poller.poll(look_s * 1e3):
+            if descriptor == asked:
+                status = "abandoned"
+            elif data := os.read(descriptor, CHUNK):
+                outputs[names[descriptor]] += data[: max(left, 0)]
+                left -= len(data)
+            else:
+                poller.unregister(descriptor)
+                del names[descriptor]
+        status = status or ("output" if left < 0 else "")
+    if ended is None:
         os.kill(child, signal.SIGKILL)
-    _, waited, usage = _wait(child, started, limits)
-    exit_ = os.waitstatus_to_exitcode(waited)
+        ended = os.wait4(child, 0)
+    _, waited, usage = ended
     spent_s = usage.ru_utime + usage.ru_stime
     return _Ending(
-        status or _status(exit_),
-        exit_,
+        status,
+        os.waitstatus_to_exitcode(waited),
         spent_s,
         time.monotonic() - started,
         {name: bytes(data) for name, data in outputs.items()},
     )
 
 
-def _wait(child: int, started: float, limits: Mapping[str, Any]) -> tuple[int, int, Any]:
-    """A child that has closed its outputs may go on: it has until its time is over."""
-    while True:
-        found = os.wait4(child, os.WNOHANG)
-        if found[0]:
-            return found
-        if _cpu_s(child) > limits["cpu_s"] or time.monotonic() - started > limits["wall_s"]:
-            os.kill(child, signal.SIGKILL)
-            return os.wait4(child, 0)
-        time.sleep(0.0005)
+def _ended(child: int) -> tuple[int, int, Any] | None:
+    found = os.wait4(child, os.WNOHANG)
+    return found if found[0] else None
+
+
+def _limit_reached(
+    child: int, spent_s: float, passed_s: float, limits: Mapping[str, Any], most_threads: int | None
+) -> str:
+    """The status of a child that is beyond a limit, "" of one that is not."""
+    if spent_s > limits["cpu_s"]:
+        return "timeout"
+    if passed_s > limits["wall_s"]:
+        return "stalled"
+    return "threads" if most_threads is not None and threads_of(child) > most_threads else ""
+
+
+def threads_of(pid: int) -> int:
+    """How many threads a process has; 0 where the system does not tell, and for one that has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def _status(exit_: int) -> str:
-    return {0: "ok", FAILED: "error", NO_MEMORY: "memory", NOT_CONFINED: "not confined"}.get(exit_, "killed")
+    return {0: "ok", FAILED: "error", NO_MEMORY: "memory"}.get(exit_, "killed")
 
 
 def _cpu_s(pid: int) -> float:

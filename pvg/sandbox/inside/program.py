@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import io
 import json
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -83,17 +85,56 @@ def _printed(code: Any, text: str) -> str:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
+        finally:  # as an interpreter does at its end; what they print belongs to this case
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
         sys.stdout.flush()
         return output.getvalue().decode(errors="replace")
 
 
 @contextlib.contextmanager
 def _streams(text: str) -> Iterator[io.BytesIO]:
-    """Standard streams with buffers below them, as `sys.stdin.buffer` is read by many programs."""
-    kept, output = (sys.stdin, sys.stdout), io.BytesIO()
-    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+    """Standard streams with buffers below them, which many programs use, and descriptor 0, which some open."""
+    kept, output = (sys.stdin, sys.stdout), _Output()
+    data = text.encode()
+    _give_input(data)
+    sys.stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
     sys.stdout = io.TextIOWrapper(output, encoding="utf-8", errors="replace", write_through=True)
     try:
         yield output
     finally:
         sys.stdin, sys.stdout = kept
+
+
+class _Output(io.BytesIO):
+    """It keeps what it holds when a program closes its output."""
+
+    def close(self) -> None:
+        pass
+
+
+def _give_input(data: bytes) -> None:
+    """A pipe as descriptor 0, with `data` in it and its end after it."""
+    reading, writing = os.pipe()
+    if reading != 0:
+        os.dup2(reading, 0)
+        os.close(reading)
+    fcntl.fcntl(writing, fcntl.F_SETFL, os.O_NONBLOCK)
+    try:
+        rest = data[os.write(writing, data) :] if data else b""
+    except BlockingIOError:
+        rest = data
+    if not rest:
+        os.close(writing)
+        return
+    fcntl.fcntl(writing, fcntl.F_SETFL, 0)
+    threading.Thread(target=_feed, args=(writing, rest), daemon=True).start()  # more than a pipe holds
+
+
+def _feed(writing: int, rest: bytes) -> None:
+    with contextlib.suppress(OSError):  # the program reads no further, or the next case has begun
+        while rest:
+            rest = rest[os.write(writing, rest) :]
+    with contextlib.suppress(OSError):
+        os.close(writing)

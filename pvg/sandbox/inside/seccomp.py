@@ -20,7 +20,7 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124), "mremap": (25, 216),
     "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None), "nanosleep": (35, 101),
     "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93),
-    "wait4": (61, 260), "uname": (63, 160), "fcntl": (72, 25), "fsync": (74, 82), "fdatasync": (75, 83),
+    "wait4": (61, 260), "uname": (63, 160), "fsync": (74, 82), "fdatasync": (75, 83),
     "truncate": (76, 45), "ftruncate": (77, 46), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
     "rename": (82, None), "mkdir": (83, None), "rmdir": (84, None), "creat": (85, None), "unlink": (87, None),
     "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169), "getrlimit": (97, 163),
@@ -43,12 +43,16 @@ FORKS: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 # Calls that depend on an argument.
 CLONE, CLONE3, KILL, TGKILL, IOCTL, PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (16, 29), (302, 261)
+FCNTL = (72, 25)
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 X32_BIT = 0x40000000  # the x32 calls of an x86_64 kernel are other numbers for the same things
 
 CLONE_THREAD = 0x00010000
 CLONE_NAMESPACES = 0x7E020080
+# Of fcntl: from F_DUPFD to F_SETLKW, and F_DUPFD_CLOEXEC. Above stand F_SETOWN and F_SETSIG, by which the kernel sends
+# any signal to any process when a descriptor is ready, and leases and notices, which send signals too.
+LAST_PLAIN_FCNTL, DUPFD_CLOEXEC = 7, 1030
 HARMLESS_IOCTLS = (0x5401, 0x5451, 0x5450, 0x541B)  # TCGETS (isatty), FIOCLEX, FIONCLEX, FIONREAD
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -84,7 +88,14 @@ def program(pid: int, *, processes: bool) -> list[Instruction]:
     harmless: list[Instruction] = []
     for request in HARMLESS_IOCTLS:
         harmless += [(EQUAL, 0, 1, request), (RETURN, 0, 0, ALLOW)]
+    plain_fcntl = [
+        (AT_LEAST, 1, 0, LAST_PLAIN_FCNTL + 1),
+        (RETURN, 0, 0, ALLOW),
+        (EQUAL, 0, 1, DUPFD_CLOEXEC),
+        (RETURN, 0, 0, ALLOW),
+    ]
     for call, argument, tests in (
+        (FCNTL, 1, plain_fcntl),
         (KILL, 0, own),
         (TGKILL, 0, own),
         (CLONE, 0, unless_namespace if processes else only_thread),

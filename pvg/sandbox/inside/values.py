@@ -9,7 +9,8 @@ import json
 import math
 from typing import Any
 
-CLOSE = 1e-6  # relative; floats nearer than this are the same answer (and near 0, CLOSE / 1000 absolutely)
+# Relative; floats nearer than this are the same answer (near 0, and next to an integer, CLOSE / 1000 absolutely).
+CLOSE = 1e-6
 
 
 class NotPlainError(ValueError):
@@ -34,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values of `plain` are the same answer: numbers by value, floats up to CLOSE, a bool is no number."""
+    """Whether two values of `plain` are the same answer: numbers by value, floats up to CLOSE; a bool is no number."""
     if _is_number(left) and _is_number(right):
         return _same_number(left, right)
     if type(left) is not type(right):
@@ -50,10 +51,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _same_number(left: float, right: float) -> bool:
+def _same_number(left: Any, right: Any) -> bool:
     if isinstance(left, int) and isinstance(right, int):
         return left == right
-    try:
+    if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=CLOSE, abs_tol=CLOSE / 1000)
-    except OverflowError:  # an integer that no float can hold
+    whole, broken = (left, right) if isinstance(left, int) else (right, left)
+    if not math.isfinite(broken):  # a forged report may hold it
         return False
+    nearest = round(broken)  # exactly: no float holds every integer beyond 2**53
+    return bool(whole == nearest and abs(broken - nearest) <= CLOSE / 1000)

@@ -15,12 +15,13 @@ import importlib
 import json
 import os
 import select
+import signal
 import sys
 import sysconfig
 from collections.abc import Callable
 
 from . import seccomp, walls
-from .keeper import Walls, keep, write_frame
+from .keeper import Walls, keep, threads_of, write_frame
 
 # Modules that programs like, so that each job finds them in memory. `random` is seeded anew for each.
 COMMON = (  # noqa: SIM905
@@ -49,7 +50,9 @@ def main() -> None:
     gc.freeze()
     given = {"namespaces": namespaces, "landlock": rules is not None, "seccomp": filter_}
     names = [name for name, there in given.items() if there]
-    write_frame(1, {"status": "ready", "given": names, "refused": refused, "python": sys.version.split()[0]})
+    unlimited = ([] if base_bytes else ["memory"]) + ([] if namespaces or _threads_are_told() else ["threads"])
+    told = {"given": names, "refused": refused, "unlimited": unlimited, "python": sys.version.split()[0]}
+    write_frame(1, {"status": "ready", **told})
     while True:
         select.select([0], [], [])
         keeper = os.fork()
@@ -90,6 +93,29 @@ def _address_space() -> int:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def _threads_are_told() -> bool:
+    """Whether a keeper can count those of a child that is as hidden as a job's."""
+    if sys.platform != "linux":
+        return False
+    hidden, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            walls.die_with_parent()
+            walls.libc.prctl(walls.PR_SET_DUMPABLE, 0, 0, 0, 0)
+            os.write(told, b"+")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(told)
+    os.read(hidden, 1)
+    os.close(hidden)
+    found = threads_of(child)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return found == 1
 
 
 def _granted(name: str, refused: dict[str, str], trial: Callable[[], None]) -> bool:

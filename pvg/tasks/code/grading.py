@@ -2,9 +2,13 @@
 
 A solution is correct when it passes the visible and the hidden tests and nothing proves it wrong. It is certified when
 it passes the visible tests and names a valid input on which it differs from the reference, or fails: then it is
-incorrect, whatever the hidden tests say. What takes too long on that input proves nothing, because how long something
-takes is no fact about a program. A certificate is tried in processes of its own: a program that behaves otherwise the
-tenth time has no flaw to show.
+incorrect, whatever the hidden tests say.
+
+What proves a flaw must not depend on anything but the input. So it is shown three times, each in a process of its own:
+once alone, as a program that behaves otherwise the tenth time has no flaw to show, and twice at the place of the last
+test, after the others, where a program cannot tell that it is not being tested. All three must give the same wrong
+answer, and the tests before it the results that they had. An end that says nothing of the program proves nothing: a
+time limit, memory that is used up, a crash, or a kill, which may come from outside.
 """
 
 from __future__ import annotations
@@ -13,13 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pvg.records import Checks, Grade, Problem
-from pvg.sandbox import CaseResult, Execution, Program, Sandbox, same
+from pvg.sandbox import DETERMINISTIC, CaseResult, Execution, Program, Sandbox, same
 from pvg.tasks.code.inputs import case_of, check_program
 from pvg.tasks.code.problem import CodeProblem, code_of
 from pvg.tasks.code.solutions import extract_code, read_certificate
 
 UNLOADED = frozenset({"error", "memory"})  # statuses of what failed before its first case
-LATE = frozenset({"timeout", "stalled"})
+TWICE = 2  # a flaw is shown after the tests
+NO_VERDICT = {
+    "timeout": "it takes too long",
+    "stalled": "it takes too long",
+    "memory": "it uses too much memory",
+    "threads": "it starts too many threads",
+}
+CRASH = "it crashes, or something ends it, which proves nothing,"
 
 
 @dataclass(slots=True)
@@ -86,36 +97,65 @@ def _read_claim(attempt: _Attempt, completion: str) -> None:
 
 def _certify(sandbox: Sandbox, attempts: Sequence[_Attempt]) -> set[int]:
     """The ids of those whose certificates hold; the others' claims say why not."""
-    programs: list[Program] = []
-    asked: list[tuple[_Attempt, Program, Program, Program | None]] = []
+    ours: list[Program] = []
     for attempt in attempts:
-        assert attempt.named is not None
-        tried = attempt.code.program(attempt.source, [attempt.named])
-        reference = attempt.code.program(attempt.code.reference, [attempt.named])
-        check = check_program(attempt.code, attempt.named)
-        asked.append((attempt, tried, reference, check))
-        programs += [tried, reference, *([] if check is None else [check])]
-    ran = dict(zip(programs, sandbox.run_many(programs), strict=True))
-    held = set()
-    for attempt, tried, reference, check in asked:
-        attempt.claim = _refusal(attempt.code, ran[tried], ran[reference], None if check is None else ran[check])
-        if not attempt.claim:
-            attempt.claim = "its flaw is proven"
-            held.add(id(attempt))
-    return held
+        reference, check = _judges(attempt)
+        ours += [reference, *([] if check is None else [check])]
+    judged = dict(zip(ours, sandbox.run_many(ours), strict=True))
+    shown: dict[int, list[Execution]] = {id(attempt): [] for attempt in attempts}
+    wrong = list(attempts)
+    for times, alone in ((1, True), (TWICE, False)):  # what is right alone need not be run again
+        programs = [_trial(attempt, alone=alone) for attempt in wrong for _ in range(times)]
+        executions = iter(sandbox.run_many(programs, fresh=True))
+        for attempt in wrong:
+            shown[id(attempt)] += [next(executions) for _ in range(times)]
+            reference, check = _judges(attempt)
+            attempt.claim = _refusal(
+                attempt, shown[id(attempt)], judged[reference], None if check is None else judged[check]
+            )
+        wrong = [attempt for attempt in wrong if not attempt.claim]
+    for attempt in wrong:
+        attempt.claim = "its flaw is proven"
+    return set(map(id, wrong))
 
 
-def _refusal(code: CodeProblem, tried: Execution, reference: Execution, check: Execution | None) -> str:
-    """Why a certificate proves nothing; "" where it does."""
+def _judges(attempt: _Attempt) -> tuple[Program, Program | None]:
+    """What says what is right, and whether there is anything to be right on."""
+    assert attempt.named is not None
+    return attempt.code.program(attempt.code.reference, [attempt.named]), check_program(attempt.code, attempt.named)
+
+
+def _trial(attempt: _Attempt, *, alone: bool) -> Program:
+    """The program on what its certificate names; not `alone`: as it ran on its tests, but for the last one."""
+    assert attempt.named is not None
+    before = () if alone else attempt.code.tests[:-1]
+    return attempt.code.program(attempt.source, [*(test.case for test in before), attempt.named])
+
+
+def _refusal(attempt: _Attempt, shown: Sequence[Execution], reference: Execution, check: Execution | None) -> str:
+    """Why a certificate proves nothing; "" where it does. `shown`: the program alone, then after its tests."""
     if check is not None and (check.cases[0].error or check.cases[0].value is not True):
         return "its certificate names no input of this problem"
-    if reference.cases[0].error:
+    if reference.cases[0].error or reference.status not in DETERMINISTIC:
         return "the reference fails on what its certificate names"
-    if tried.status in LATE:
-        return "it takes too long on what its certificate names"
-    if not tried.cases[0].error and same_output(code, tried.cases[0].value, reference.cases[0].value):
+    for execution in shown:
+        if reason := _no_verdict(execution):
+            return f"{reason} on what its certificate names"
+    answers = [execution.cases[-1] for execution in shown]
+    if any(not a.error and same_output(attempt.code, a.value, reference.cases[0].value) for a in answers):
         return "it is right on what its certificate names"
+    assert attempt.execution is not None
+    tested = [execution.cases[:-1] for execution in (attempt.execution, *shown[1:])]
+    if answers.count(answers[0]) < len(answers) or tested.count(tested[0]) < len(tested):
+        return "it gives other answers when it is run again"
     return ""
+
+
+def _no_verdict(execution: Execution) -> str:
+    """Why its last answer says nothing of the program; "" where it does."""
+    if execution.status not in DETERMINISTIC:
+        return NO_VERDICT.get(execution.status, CRASH)
+    return NO_VERDICT["memory"] if execution.cases[-1].error.startswith("MemoryError") else ""
 
 
 def _grade(attempt: _Attempt, certified: bool) -> Grade:

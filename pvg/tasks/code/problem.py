@@ -29,7 +29,7 @@ class CodeProblem:
 
     `prelude` stands before every solution (imports that the question shows). `check` is Python source of a function
     `valid`, which says of arguments (or of a text) whether they are an input of this problem; "" without one: then
-    arguments must be of the shape of the tests' (pvg.tasks.code.inputs). Solutions must have one right output for
+    they must lie within what the tests show (pvg.tasks.code.inputs). Solutions must have one right output for
     every input.
     """
 

@@ -1,8 +1,9 @@
 """How alike two programs are, whatever their names, comments and layout.
 
 Names are numbered in the order in which they come, so that a renamed copy is the same program; then the multisets of
-four neighbouring tokens are compared (Jaccard). A lexer of our own reads them: Python's parser can be brought down by
-what a model writes, and half a program is no program to it.
+four neighbouring tokens are compared: how much of the other one a program contains, as a copy with other code beside it
+is a copy. A lexer of our own reads them: Python's parser can be brought down by what a model writes, and half a program
+is no program to it.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ def windows(code: str) -> Counter[tuple[str, ...]]:
     return Counter(tuple(tokens[at : at + WINDOW]) for at in range(max(1, len(tokens) - WINDOW + 1)) if tokens)
 
 
-def similarity(left: str, right: str) -> float:
-    """0 (nothing in common) to 1 (the same program but for names, comments and layout); two empty ones are alike."""
-    return _jaccard(windows(left), windows(right))
+def similarity(code: str, other: str) -> float:
+    """0 (nothing in common) to 1 (`code` holds all of `other`, but for names, comments and layout); two empty ones are
+    alike."""
+    return _likeness(windows(code), windows(other))
 
 
-def _jaccard(left: Counter[tuple[str, ...]], right: Counter[tuple[str, ...]]) -> float:
-    either = (left | right).total()
-    return (left & right).total() / either if either else 1.0
+def _likeness(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
+    """|A & B| / |B|, never less than what they share of both together (Jaccard)."""
+    if not other:
+        return 0.0 if code else 1.0
+    return (code & other).total() / other.total()
 
 
 def similarities(
@@ -72,12 +76,12 @@ def similarities(
         of_text = {text: windows(text) for text in set(references)}
         for row, text in enumerate(references):
             if counted[row]:
-                found_N[row] = _jaccard(counted[row], of_text[text])
+                found_N[row] = _likeness(counted[row], of_text[text])
     if group:
         for number in np.unique(groups_N):
             rows = [int(row) for row in np.flatnonzero(groups_N == number) if counted[row]]
             for row in rows:
-                others = [_jaccard(counted[row], counted[other]) for other in rows if other != row]
+                others = [_likeness(counted[row], counted[other]) for other in rows if other != row]
                 if others:
                     found_N[row] = max(found_N[row], np.float32(sum(others) / len(others)))
     return found_N

@@ -15,6 +15,7 @@ OWN: dict[str, Any] = {
     "visible": [{"input": [[1, 2]], "output": 3}, {"input": [[]], "output": 0}],
     "hidden": [{"input": [[5, -5, 4]], "output": 4}],
     "inputs": [[[7, 7]]],
+    "check": "def valid(numbers):\n    return len(numbers) < 10",
 }
 # A flaw that the hidden tests do not find: lists of more than five numbers.
 SUBTLE = "def add_up(numbers):\n    return sum(numbers[:5])"

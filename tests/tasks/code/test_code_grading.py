@@ -129,6 +129,55 @@ def test_a_flaw_is_shown_in_a_process_of_its_own(task: Code, problem: Problem) -
     assert grade.note.endswith("it is right on what its certificate names")
 
 
+DETECTS = {
+    "one case": "import sys\njob = sys._getframe(1).f_locals['job']\ndef add_up(numbers):\n"
+    "    return sum(numbers) + (len(job['cases']) == 1)",
+    "not the first call": "calls = []\ndef add_up(numbers):\n    calls.append(1)\n"
+    "    return sum(numbers) + (len(calls) > 1 and len(numbers) == 6)",
+}
+
+
+@pytest.mark.parametrize("code", DETECTS.values(), ids=DETECTS)
+def test_who_tells_its_proof_from_its_tests_has_no_flaw(task: Code, problem: Problem, code: str) -> None:
+    grade = task.grade(problem, fenced(code, "[[1, 1, 1, 1, 1, 1]]"))
+    assert grade.correct
+    assert grade.note.endswith("it is right on what its certificate names")
+
+
+def test_a_flaw_is_the_same_each_time(task: Code, problem: Problem) -> None:
+    by_clock = (
+        "import time\ndef add_up(numbers):\n"
+        "    return sum(numbers) + (time.perf_counter_ns() if len(numbers) == 6 else 0)"
+    )
+    grade = task.grade(problem, fenced(by_clock, "[[1, 1, 1, 1, 1, 1]]"))
+    assert grade.note.endswith("it gives other answers when it is run again")
+    assert grade.correct
+
+
+ENDS = {
+    "closed outputs": ("import os; os.closerange(0, 64)\n        while True: pass", "it takes too long"),
+    "crash": ("import ctypes; ctypes.string_at(0)", "it crashes, or something ends it, which proves nothing,"),
+    "exit": ("import os; os._exit(83)", "it uses too much memory"),
+    "memory": ("' ' * 10**10", "it uses too much memory"),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_an_end_that_says_nothing_of_the_program_proves_nothing(task: Code, problem: Problem, ends: str) -> None:
+    statement, said = ENDS[ends]
+    code = f"def add_up(numbers):\n    if len(numbers) == 6:\n        {statement}\n    return sum(numbers)"
+    grade = task.grade(problem, fenced(code, "[[1, 1, 1, 1, 1, 1]]"))
+    assert grade.correct
+    assert grade.note.endswith(f"{said} on what its certificate names")
+
+
+def test_a_check_is_asked_of_what_is_made_like_the_tests(task: Code, problem: Problem) -> None:
+    """A `check` that looks at the length alone does not make a text a list of numbers."""
+    wrong = "def add_up(numbers):\n    return sum(numbers[:5])"
+    for named in ('"abc"', "[[1.0, 1, 1, 1, 1, 1]]", '["abcdef"]', "[[1e999]]"):
+        assert task.grade(problem, fenced(wrong, named)).note.endswith("names no input of this problem")
+
+
 def test_programs_that_read_standard_input(task: Code) -> None:
     _, problem = task.problems("train")
     assert task.grade(problem, "print(int(input()) * 2, ' ')").correct  # spaces at the end do not count
