@@ -280,7 +280,7 @@ class RoundParts:
 
     async def _localisation(self, task: LocatesFlaws) -> Any:
         rollouts = await round_samples(self.study, self.round)
-        chosen = _flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
+        chosen = flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
         encode = self.study.players.base.tokenizer.encode
         prefixes = [
             replace(
@@ -335,7 +335,7 @@ def solutions_read(
     ]
 
 
-def _flawed(
+def flawed(
     task: LocatesFlaws, rollouts: Sequence[Rollout], pool: Sequence[Problem], most: int
 ) -> list[tuple[Rollout, int, int]]:
     """At most `most` flaws that are wrong in a step that the task knows: (solution, step, problem's place).

@@ -14,7 +14,7 @@ from store_samples import rollout
 
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration, separability
-from pvg.evaluation.rounds import solutions_read
+from pvg.evaluation.rounds import flawed, solutions_read
 from pvg.evaluation.samples import Scored
 from pvg.records import Checks, Grade, Problem, Role
 from pvg.sections import Evaluate, Verifier
@@ -27,6 +27,12 @@ class Concealing:
 
     def shown(self, completion: str) -> str:
         return completion.split("CERTIFICATE", maxsplit=1)[0]
+
+    def flaw(self, problem: Problem, completion: str) -> int:
+        return 0
+
+    def cuts(self, completion: str) -> list[int]:
+        return [len(completion)]
 
 
 def encode(text: str) -> np.ndarray:
@@ -42,6 +48,8 @@ def test_a_flaw_without_proof_is_none() -> None:
     proven, unproven = Checks(1.0, 0.5, True), Checks(1.0, 0.5, False)
     rollouts = [one(PROBLEMS[0], Role.SNEAKY, "x", checks=checks) for checks in (proven, unproven, None)]
     assert Scored(rollouts, np.zeros(3, dtype=np.float32), PROBLEMS).flaws_N.tolist() == [True, False, True]
+    located = flawed(Concealing(), rollouts, PROBLEMS, 9)
+    assert [rollout for rollout, _, _ in located] == [rollouts[0], rollouts[2]]
 
 
 def test_the_style_probe_reads_what_the_verifier_reads() -> None:

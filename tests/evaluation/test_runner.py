@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import check
 
-from pvg.errors import ConfigurationError, StateError, UsageError
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
 from pvg.evaluation.courses import check_attacks, check_protocol
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
@@ -182,6 +182,21 @@ def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> 
     assert outcome.report.status == "complete"
     assert (outcome.report.rounds[0].tax, outcome.report.baseline) == (None, None)
     assert any("plain" in note and "--baseline" in note for note in outcome.report.notes)
+
+
+def test_a_baseline_that_diverges_costs_the_tax_alone(
+    measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def diverging(*_: object) -> None:
+        raise TrainingDivergedError("a number that is not finite", "")
+
+    monkeypatch.setattr("pvg.evaluation.baseline.train", diverging)
+    run = copy_of(measured, tmp_path)
+    other = changed(evaluated_experiment(), evaluate={"baseline_steps": 3, "bins": 3})
+    outcome, _ = evaluated(run, other, parts=("tax", "calibration"))
+    assert (outcome.status, outcome.report.status) == ("complete", "partial")
+    assert outcome.report.rounds[0].tax is None
+    assert outcome.report.rounds[0].calibration is not None
 
 
 def test_rounds_that_are_not_finished_are_refused(measured: RunDirectory) -> None:
