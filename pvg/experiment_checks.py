@@ -1,6 +1,6 @@
 """Settings that are valid one by one and cannot work, or are probably not meant, together.
 
-`pvg.experiment` asks both functions; nothing else needs to.
+`pvg.experiment` asks `impossibilities` and `oddities`; nothing else needs to.
 """
 
 from __future__ import annotations
@@ -92,6 +92,12 @@ def impossibilities(experiment: Experiment) -> list[str]:
     ):
         found += part(experiment)
     return found
+
+
+def reward_impossibilities(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of the reward, but for what it asks of the game's two roles: an attacker of
+    `pvg evaluate` has one, and any of the rewards."""
+    return _impossible_stragglers(experiment)
 
 
 def _impossible_prefetch(experiment: Experiment) -> list[str]:

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 
 from pvg.errors import TrainingDivergedError
+from pvg.evaluation.courses import KINDS, attacker_experiment
 from pvg.evaluation.exploit import Aim, pooled_rate
 from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.evaluation.samples import SampleSet, Scored, sampled
 from pvg.evaluation.study import REFERENCE_RANGE, ROUND, Study, digest, first_version
-from pvg.evaluation.training import Course, course_experiment, kept_policy, opened, policy_name, train
+from pvg.evaluation.training import Course, kept_policy, opened, policy_name, train
 from pvg.game.prover_phase import read_policy
 from pvg.records import Role, Rollout, source_of_round
 from pvg.sections import Evaluate
 from pvg.verifier.protocol import Judge
-
-KINDS = ("src", "cgc", "goodhart")
 
 
 def attack_name(round_: int, kind: str) -> str:
@@ -67,16 +66,10 @@ def _floor(study: Study, target: Target) -> float:
 
 def course_of(study: Study, target: Target, kind: str) -> Course:
     section, place = study.experiment.evaluate, f"attacks/{source_of_round(target.round)}-{kind}"
-    game = {"reward": kind, **({"cgc_floor": _floor(study, target)} if kind == "cgc" else {})}
-    training = {
-        "steps": section.attack_steps,
-        "learning_rate": section.attack_learning_rate,
-        "groups": section.attack_groups,
-    }
     return Course(
         place=place,
         digest=attack_digest(study, target, kind),
-        experiment=course_experiment(study.experiment, "sneaky", game, training, place),
+        experiment=attacker_experiment(study.experiment, kind, place, _floor(study, target)),
         round=target.round,
         phase="attack",
         unit=f"steps of {kind}",
@@ -108,8 +101,15 @@ async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> di
         except TrainingDivergedError as error:
             return {**result, "status": "diverged", "reason": str(error)}
         aim.load_state(kept_policy(session, section.attack_steps)["rule"])
+    return {**result, **ended(aim)}
+
+
+def ended(aim: Aim) -> dict[str, Any]:
+    """How an attack that was trained to its aim or its limit has ended."""
+    if aim.found is None and not aim.taught:
+        reason = "In no step did the rewards of any group differ, so there was nothing to learn."
+        return {"status": "no_signal", "reason": reason}
     return {
-        **result,
         "status": "censored" if aim.found is None else "found",
         "steps": aim.found if aim.found is not None else aim.steps,
         "error_rate": pooled_rate(aim.rates),

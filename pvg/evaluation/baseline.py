@@ -12,13 +12,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pvg.errors import UsageError
+from pvg.evaluation.courses import course_experiment
 from pvg.evaluation.distance import reach
 from pvg.evaluation.frozen_verifier import FrozenVerifier
 from pvg.evaluation.intervals import Float64, ratio
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
 from pvg.evaluation.study import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version
 from pvg.evaluation.tax import Reach
-from pvg.evaluation.training import Course, course_experiment, opened, policy_name, probe_steps, train
+from pvg.evaluation.training import Course, opened, policy_name, probe_steps, train
+from pvg.experiment import Experiment
 from pvg.game.prover_phase import Written, read_policy
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
@@ -60,8 +62,15 @@ def remember(study: Study, run: RunDirectory | None) -> None:
         study.units.write(CHOICE, digest(CHOICE), path)
 
 
+def choice(study: Study) -> str | None:
+    """The path of the run that was asked for; None: none, or one trained here."""
+    path: str | None = study.units.read(CHOICE, digest(CHOICE))
+    return path
+
+
 def remembered(study: Study) -> RunDirectory | None:
-    path = study.units.read(CHOICE, digest(CHOICE))
+    """The run of `choice`. Raises UsageError where it is no longer there."""
+    path = choice(study)
     return None if path is None else RunDirectory.open(path, study.folder)
 
 
@@ -110,14 +119,22 @@ def _samples(study: Study, name: str, policy: str) -> SampleSet:
 # --- trained here ------------------------------------------------------------------------------------------------
 
 
+def _steps(experiment: Experiment) -> int:
+    return experiment.evaluate.baseline_steps or max(1, experiment.training.steps)
+
+
+def baseline_experiment(experiment: Experiment) -> Experiment:
+    """The settings of a baseline that is trained here. Raises ConfigurationError."""
+    return course_experiment(experiment, "helpful", {"reward": "correctness"}, {"steps": _steps(experiment)}, UNIT)
+
+
 def _course(study: Study) -> Course:
-    section = study.experiment.evaluate
-    steps = section.baseline_steps or max(1, study.experiment.training.steps)
+    section, steps = study.experiment.evaluate, _steps(study.experiment)
     kept = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
     return Course(
         place=UNIT,
         digest=digest(UNIT, study.config, steps, kept, study.ledger.players_of(0)),
-        experiment=course_experiment(study.experiment, "helpful", {"reward": "correctness"}, {"steps": steps}, UNIT),
+        experiment=baseline_experiment(study.experiment),
         round=0,
         phase=UNIT,
         unit="steps",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, share_of
 from pvg.evaluation.logistic import fit, sigmoid
 
 RIDGE = 1e-6  # on both parameters: a separable set has no finite best fit otherwise
@@ -88,24 +88,34 @@ def ece(
     bins: int,
     weights_BP: Float64,
     confidence: float,
-) -> Estimate:
-    """The calibration error with its bootstrap over problems (bins held fixed). It is biased upwards: even of a perfect
-    verifier a finite sample's is above 0, so compare it between rounds of equal n."""
-    problems = len(np.unique(problems_N))
-    if not len(predicted_N):
-        return Estimate(None, None, None, 0, 0)
+) -> tuple[Estimate, float | None]:
+    """The calibration error, and what it would be of a calibrated verifier on as many problems, by chance alone.
+
+    A finite sample's error is a norm, so it is above the true one near calibration, and the percentiles of a bootstrap
+    lie above both. What the bootstrap does tell is the noise of the bins' gaps g (bins held fixed): |g* - g| in the
+    same norm. By the triangle inequality the true error is within that of the error measured; so the interval is the
+    error plus and minus the noise's quantile at `confidence`, not below 0. It holds the true error at least that often,
+    and is wide rather than narrow. The noise's mean is the error expected by chance."""
+    problems, total = len(np.unique(problems_N)), len(predicted_N)
+    if not total:
+        return Estimate(None, None, None, 0, 0), None
     bin_N = equal_mass(predicted_N, bins)
-    gap_N = predicted_N - correct_N
-    used = np.unique(bin_N)
-    sums_BQ = np.zeros((weights_BP.shape[0], len(used)))
-    for place, number in enumerate(used):
-        inside = bin_N == number
-        by_problem_P = np.bincount(problems_N[inside], weights=gap_N[inside], minlength=weights_BP.shape[1])
-        sums_BQ[:, place] = weights_BP @ by_problem_P
-    size_P = np.bincount(problems_N, minlength=weights_BP.shape[1]).astype(np.float64)
-    replicates_B = np.abs(sums_BQ).sum(axis=1) / (weights_BP @ size_P)
     value = calibration_error(predicted_N, correct_N, bin_N)
-    return percentile(value, replicates_B, confidence, len(predicted_N), problems)
+    noise_B = _noise(predicted_N - correct_N, bin_N, problems_N, weights_BP)
+    if problems < 2 or float(noise_B.max()) <= 1e-12:
+        return Estimate(value, None, None, total, problems), None
+    reach = float(np.quantile(noise_B, confidence))
+    return Estimate(value, max(0.0, value - reach), min(1.0, value + reach), total, problems), float(noise_B.mean())
+
+
+def _noise(gap_N: Float64, bin_N: Ints, problems_N: Ints, weights_BP: Float64) -> Float64:
+    """float64 [B]: sum_b |g*_b - g_b| of each resample, g_b being a bin's share of the mean gap."""
+    used, place_N = np.unique(bin_N, return_inverse=True)
+    sums_PQ = np.zeros((weights_BP.shape[1], len(used)))
+    np.add.at(sums_PQ, (problems_N, place_N), gap_N)
+    size_P = np.bincount(problems_N, minlength=weights_BP.shape[1]).astype(np.float64)
+    drawn_BQ = (weights_BP @ sums_PQ) / np.maximum(1.0, weights_BP @ size_P)[:, None]
+    return np.asarray(np.abs(drawn_BQ - sums_PQ.sum(axis=0) / len(gap_N)).sum(axis=1))
 
 
 def brier(

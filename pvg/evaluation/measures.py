@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.evaluation import best_of_n as best
 from pvg.evaluation import calibration as calibrated
@@ -18,7 +19,7 @@ from pvg.evaluation.detection import auc_of, roc, wins
 from pvg.evaluation.intervals import Estimate, Float64, mean_of, ratio, share_of
 from pvg.evaluation.logistic import sigmoid
 from pvg.evaluation.samples import Scored
-from pvg.sections import Evaluate
+from pvg.sections import Evaluate, Verifier
 
 NOTHING = Estimate(None, None, None, 0, 0).plain()
 
@@ -71,49 +72,55 @@ def _natural(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[di
     return points
 
 
-def detection(
-    own: Scored, flaws: Mapping[str, Scored], threshold: float, section: Evaluate, weights_BP: Float64
-) -> dict[str, Any]:
-    """Completeness by the round's own helpful solutions; soundness, ROC and AUC by source of flaws. The positives of
-    every ROC are the round's own correct helpful solutions."""
+def completeness(own: Scored, threshold: float, section: Evaluate) -> dict[str, Any]:
+    """What is said of the round's own helpful solutions: completeness, and its two factors."""
     confidence, helpful, solved = section.confidence, own.helpful_N, own.helpful_N & own.correct_N
     accepted = own.scores_N >= threshold
-    positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
-    sources = []
-    for name, samples in flaws.items():
-        mask = samples.flaws_N
-        negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
-        counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
-        sources.append(
-            {
-                "source": name,
-                "solutions": len(samples.rollouts),
-                "soundness": share_of(negatives_M < threshold, places_M, confidence).plain(),
-                "auc": auc_of(counts, weights_BP, confidence).plain(),
-                "roc": [list(point) for point in roc(positives_N, negatives_M)],
-            }
-        )
     return {
         "threshold": threshold,
         "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful], confidence).plain(),
         "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful], confidence).plain(),
-        "accepted_correct": share_of(accepted[solved], places_N, confidence).plain(),
-        "sources": sources,
+        "accepted_correct": share_of(accepted[solved], own.problems_N[solved], confidence).plain(),
     }
 
 
-def separability(own: Scored, eos_id: int, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
-    """The probe's AUC over all solutions of the round's prover, and within the correct and the incorrect ones."""
+def detection(
+    name: str, own: Scored, samples: Scored, threshold: float, section: Evaluate, weights_BP: Float64
+) -> dict[str, Any]:
+    """Soundness, ROC and AUC of one source's flaws; the positives are the round's own correct helpful solutions."""
+    solved, mask = own.helpful_N & own.correct_N, samples.flaws_N
+    positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
+    negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
+    counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
+    return {
+        "source": name,
+        "solutions": len(samples.rollouts),
+        "soundness": share_of(negatives_M < threshold, places_M, section.confidence).plain(),
+        "auc": auc_of(counts, weights_BP, section.confidence).plain(),
+        "roc": [list(point) for point in roc(positives_N, negatives_M)],
+    }
+
+
+def separability(
+    own: Scored, solutions: Sequence[NDArray[np.int32]], section: Evaluate, weights_BP: Float64
+) -> dict[str, Any]:
+    """The probe's AUC over all solutions of the round's prover, and within the correct and the incorrect ones,
+    these by pairs of one problem.
+
+    `solutions`: the tokens of each, int32 [C], as the verifier reads them."""
     fold_P = separate.folds_of([problem.id for problem in own.pool], section.folds)
-    solutions = [
-        r.completion_ids[:-1] if len(r.completion_ids) and r.completion_ids[-1] == eos_id else r.completion_ids
-        for r in own.rollouts
-    ]
     rows_NF = separate.features(solutions, section.ngrams)
     strata = {"overall": np.ones(len(rows_NF), dtype=bool), "correct": own.correct_N, "incorrect": ~own.correct_N}
+    within_P = np.arange(len(fold_P))  # a role's correct solutions are of easier problems than the other's, say
     found = {
         name: separate.probe(
-            rows_NF[mask], own.helpful_N[mask], own.problems_N[mask], fold_P, weights_BP, section.confidence
+            rows_NF[mask],
+            own.helpful_N[mask],
+            own.problems_N[mask],
+            fold_P,
+            weights_BP,
+            section.confidence,
+            pairs_P=None if name == "overall" else within_P,
         )
         if mask.any()
         else Estimate(None, None, None, 0, 0)
@@ -122,13 +129,13 @@ def separability(own: Scored, eos_id: int, section: Evaluate, weights_BP: Float6
     return {name: estimate.plain() for name, estimate in found.items()}
 
 
-def calibration(own: Scored, loss: str, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
+def calibration(own: Scored, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     """Raw sigmoid(score) and the cross-fitted Platt probability, over all solutions of the round's prover."""
     fold_P = separate.folds_of([problem.id for problem in own.pool], section.folds)
     fitted_N = calibrated.cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
     slope, offset = calibrated.platt(own.scores_N, own.correct_N)
     return {
-        "raw_is_probability": loss == "cross_entropy",
+        "raw_is_probability": verifier.loss == "cross_entropy" and verifier.ensemble == 1,
         "raw": _calibrated(sigmoid(own.scores_N), own, section, weights_BP),
         "fitted": None if fitted_N is None else _calibrated(fitted_N, own, section, weights_BP),
         "slope": slope,
@@ -139,9 +146,10 @@ def calibration(own: Scored, loss: str, section: Evaluate, weights_BP: Float64) 
 def _calibrated(predicted_N: Float64, own: Scored, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     confidence = section.confidence
     bins = calibrated.reliability(predicted_N, own.correct_N, own.problems_N, section.bins, confidence)
-    error = calibrated.ece(predicted_N, own.correct_N, own.problems_N, section.bins, weights_BP, confidence)
+    error, by_chance = calibrated.ece(predicted_N, own.correct_N, own.problems_N, section.bins, weights_BP, confidence)
     return {
         "ece": error.plain(),
+        "ece_by_chance": by_chance,
         "brier": calibrated.brier(predicted_N, own.correct_N, own.problems_N, weights_BP, confidence).plain(),
         "bins": [{"predicted": found.predicted, "correct": found.correct.plain()} for found in bins],
     }

@@ -54,7 +54,7 @@ class Attack(Strict):
     window: at the end, and the smallest with enough wrong solutions (at `closest_step`)."""
 
     kind: Literal["src", "cgc", "goodhart"]
-    status: Literal["found", "censored", "no_reference", "diverged"]
+    status: Literal["found", "censored", "no_reference", "no_signal", "diverged"]
     limit: int
     window: int
     reference: Number
@@ -119,7 +119,10 @@ class Bin(Strict):
 
 
 class Calibrated(Strict):
+    """`ece_by_chance`: what a calibrated verifier's error would be on as many problems; null as an interval."""
+
     ece: Number
+    ece_by_chance: float | None = None
     brier: Number
     bins: list[Bin]
 

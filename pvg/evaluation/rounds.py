@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import (
-    KINDS,
     Target,
     attack,
     attack_digest,
@@ -22,6 +23,7 @@ from pvg.evaluation.attacks import (
     sample_attacker,
 )
 from pvg.evaluation.baseline import Baseline, distance
+from pvg.evaluation.courses import KINDS
 from pvg.evaluation.distance import reach
 from pvg.evaluation.frozen_verifier import FrozenVerifier
 from pvg.evaluation.intervals import Float64, draws
@@ -42,9 +44,14 @@ from pvg.game.prover_phase import read_prover
 from pvg.game.seeds import seed_for
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.tasks import LocatesFlaws
+from pvg.tasks.task import Concealing, Task
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
 ATTACKED = ("found", "censored")  # attacks that have left an attacker
+
+# Raised where a measure's definition changes: what was measured before is then stale. Unlike `study.DEFINITIONS` it
+# keeps what took hours, samples and trained attackers.
+MEASURED = 2
 
 
 def bootstrap(study: Study, problems: int) -> Float64:
@@ -130,7 +137,7 @@ class RoundParts:
     async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of a part of this round, from the disk or by `work`."""
         study, unit = self.study, f"{name}-{self.source}"
-        for_ = digest(name, inputs, self._statistics)
+        for_ = digest(name, MEASURED, inputs, self._statistics)
         found = study.units.read(unit, for_)
         if found is None:
             study.begin(unit)
@@ -197,20 +204,38 @@ class RoundParts:
         return await self._unit("best-of-n", self._of(round_set(self.study, self.round), base_set(self.study)), work)
 
     async def detection(self) -> Any:
-        facts = await self.judge.facts()
-        attackers = await self._attackers()
-        rounds = range(self.round + 1)
-        inputs: list[Any] = self._of(base_set(self.study), *(round_set(self.study, r) for r in rounds))
-        inputs += [[kind, attack_digest(self.study, target, kind)] for kind, target in attackers.items()]
+        """Each source of flaws is a unit of its own, so that a new attacker makes nothing stale; one that was trained
+        since detection was asked for is left out until it is asked for again."""
+        study, own = self.study, round_set(self.study, self.round)
+        threshold = (await self.judge.facts())["threshold"]
 
         async def work() -> Any:
-            flaws = {BASE_SOURCE: await self.base()}
-            flaws |= {source_of_round(r): await self.of_round(r) for r in rounds}
-            flaws |= {f"attack-{kind}": await self._of_attacker(target, kind) for kind, target in attackers.items()}
-            own, threshold = flaws[self.source], facts["threshold"]
-            return await self._compute(lambda: measures.detection(own, flaws, threshold, self.section, self._draws))
+            samples = await self.own()
+            return await self._compute(lambda: measures.completeness(samples, threshold, self.section))
 
-        return await self._unit("detection", inputs, work)
+        found = await self._unit("detection", self._of(own), work)
+        sources = [await self._flaws(BASE_SOURCE, base_set(study), self.base, threshold)]
+        for number in range(self.round + 1):
+            earlier = round_set(study, number)
+            sources.append(await self._flaws(earlier.name, earlier, partial(self.of_round, number), threshold))
+        for kind, target in (await self._attackers()).items():
+            fresh, read = final_samples(study, target, kind), partial(self._of_attacker, target, kind)
+            with suppress(Missing):
+                sources.append(await self._flaws(f"attack-{kind}", fresh, read, threshold))
+        return {**found, "sources": sources}
+
+    async def _flaws(
+        self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[Scored]], threshold: float
+    ) -> Any:
+        """How this round's verifier detects one source's flaws."""
+
+        async def work() -> Any:
+            own, flaws = await self.own(), await samples()
+            return await self._compute(
+                lambda: measures.detection(name, own, flaws, threshold, self.section, self._draws)
+            )
+
+        return await self._unit(f"detection-{name}", self._of(round_set(self.study, self.round), wanted), work)
 
     async def _attackers(self) -> Mapping[str, Target]:
         """The attackers of this round that have written their samples, whether or not attacks are asked for now."""
@@ -227,8 +252,9 @@ class RoundParts:
 
     async def separability(self) -> Any:
         async def work() -> Any:
-            own, eos_id = await self.own(), self.study.players.base.tokenizer.eos_id
-            return await self._compute(lambda: measures.separability(own, eos_id, self.section, self._draws))
+            own, tokenizer = await self.own(), self.study.players.base.tokenizer
+            read = solutions_read(own.rollouts, self.study.task, tokenizer.encode, tokenizer.eos_id)
+            return await self._compute(lambda: measures.separability(own, read, self.section, self._draws))
 
         settings = [self.section.ngrams, self.section.folds]
         return await self._unit(
@@ -237,8 +263,8 @@ class RoundParts:
 
     async def calibration(self) -> Any:
         async def work() -> Any:
-            own, loss = await self.own(), self.study.experiment.verifier.loss
-            return await self._compute(lambda: measures.calibration(own, loss, self.section, self._draws))
+            own, verifier = await self.own(), self.study.experiment.verifier
+            return await self._compute(lambda: measures.calibration(own, verifier, self.section, self._draws))
 
         settings = [self.section.bins, self.section.folds]
         return await self._unit("calibration", [*self._of(round_set(self.study, self.round)), settings], work)
@@ -254,7 +280,7 @@ class RoundParts:
 
     async def _localisation(self, task: LocatesFlaws) -> Any:
         rollouts = await round_samples(self.study, self.round)
-        chosen = _flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
+        chosen = flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
         encode = self.study.players.base.tokenizer.encode
         prefixes = [
             replace(
@@ -296,16 +322,29 @@ class RoundParts:
         return await self.study.players.compute(work)
 
 
-def _flawed(
+def solutions_read(
+    rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], eos_id: int
+) -> list[NDArray[np.int32]]:
+    """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. What a
+    task conceals, a sneaky solution's certificate say, would tell the role to whoever looks for a style."""
+    if isinstance(task, Concealing):
+        return [encode(task.shown(rollout.text)) for rollout in rollouts]
+    return [
+        r.completion_ids[:-1] if len(r.completion_ids) and r.completion_ids[-1] == eos_id else r.completion_ids
+        for r in rollouts
+    ]
+
+
+def flawed(
     task: LocatesFlaws, rollouts: Sequence[Rollout], pool: Sequence[Problem], most: int
 ) -> list[tuple[Rollout, int, int]]:
-    """At most `most` sneaky solutions that are wrong in a step that the task knows: (solution, step, problem's place).
+    """At most `most` flaws that are wrong in a step that the task knows: (solution, step, problem's place).
     The first of every problem come first, then the second ones: as many problems as possible."""
     places = {problem.id: place for place, problem in enumerate(pool)}
     seen: dict[str, int] = {}
     found = []
     for rollout in rollouts:
-        if rollout.role is not Role.SNEAKY or rollout.grade.correct or not rollout.grade.well_formed:
+        if not rollout.is_flaw:
             continue
         flaw = task.flaw(pool[places[rollout.problem_id]], rollout.text)
         if flaw is None or not 0 <= flaw < len(task.cuts(rollout.text)):

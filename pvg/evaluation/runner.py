@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import PvgError, TrainingDivergedError, UsageError
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import Baseline, baseline_of, distance
+from pvg.evaluation.courses import check_attacks, check_protocol
 from pvg.evaluation.frozen_verifier import FrozenVerifier
 from pvg.evaluation.parts import PARTS
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, write_report
@@ -66,13 +67,16 @@ async def evaluate(
     experiment: Experiment, run: RunDirectory, request: Request, *, observer: Observer, stop: asyncio.Event
 ) -> Outcome:
     """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for a round or a baseline that
-    does not fit; what a part raises surfaces with everything finished intact."""
+    does not fit, ConfigurationError for what could not be trained; what a part raises surfaces with everything
+    finished intact."""
     started = time.perf_counter()
     check_protocol(experiment)
     reading = Reading.open(run)
     rounds = chosen_rounds(reading, run, request.rounds)
     if "exploit" in request.parts:
         check_attacks(experiment)
+    if "tax" in request.parts and request.baseline is None:
+        baselines.baseline_experiment(experiment)
     async with AsyncExitStack() as stack:
         study = await open_study(experiment, reading, observer, stop, stack)
         if request.baseline is not None:
@@ -92,15 +96,6 @@ async def evaluate(
         return Outcome(status, report, time.perf_counter() - started)
 
 
-def check_protocol(experiment: Experiment) -> None:
-    """Raises UsageError for games whose solutions are more than one turn of a prover asked for a solution."""
-    if experiment.game.protocol != "direct":
-        raise UsageError(
-            f"pvg evaluate measures games of game.protocol = 'direct', and this one's is {experiment.game.protocol!r}.",
-            "Its rounds' own metrics are in: pvg report RUN",
-        )
-
-
 def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
     """The rounds to evaluate. Raises UsageError for those that are not finished."""
     if not reading.rounds:
@@ -118,18 +113,6 @@ def chosen_rounds(reading: Reading, run: RunDirectory, wanted: Sequence[int] | N
             f"Finished: {', '.join(map(str, range(reading.rounds)))}.",
         )
     return sorted(set(wanted))
-
-
-def check_attacks(experiment: Experiment) -> None:
-    """Raises ConfigurationError for attacks that end before their window is full: none could ever succeed."""
-    section, minibatches = experiment.evaluate, experiment.training.minibatches
-    if (least := section.attack_window * minibatches) > section.attack_steps:
-        each = f" of {minibatches} steps each" if minibatches > 1 else ""
-        raise ConfigurationError(
-            f"evaluate.attack_window = {section.attack_window} batches{each} do not fit into evaluate.attack_steps = "
-            f"{section.attack_steps}, so no attack could succeed.",
-            f"Set evaluate.attack_steps to at least {least}, or lower evaluate.attack_window.",
-        )
 
 
 async def open_study(
@@ -170,7 +153,10 @@ async def _compute(study: Study, rounds: Sequence[int], request: Request) -> Non
         await round_samples(study, round_)
     if "tax" in request.parts:
         baselines.remember(study, request.baseline)
-        baseline = await _baseline(study, request.baseline)
+        try:
+            baseline = await _baseline(study, request.baseline)
+        except TrainingDivergedError as error:  # the other parts need no baseline
+            study.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
     for round_ in rounds:
         with _judged(study, round_) as parts:
             if "exploit" in request.parts:
@@ -224,12 +210,19 @@ async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -
     """The report of all that is on the disk and fits the present settings; computes nothing."""
     stale: list[str] = []
     found: list[dict[str, Any]] = []
+    told = notes(study.experiment)
     study.computing = False
     try:
         try:
             baseline = await _baseline(study, baselines.remembered(study))
         except Missing:
             baseline = None
+        except PvgError as error:  # the run that it was measured against is gone, or is no baseline any more
+            baseline = None
+            told.append(
+                f"The tax is left out: it was measured against the baseline {baselines.choice(study)}, which cannot be "
+                f"read: {error.message} Ask for it again: --parts tax, with --baseline RUN or without."
+            )
         for round_ in range(study.ledger.rounds):
             found.append(await _assemble_round(study, round_, baseline, stale))
     finally:
@@ -251,7 +244,7 @@ async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -
             "rounds": there,
             "baseline": _told(study, baseline) if any("tax" in entry for entry in there) else None,
             "stale": stale,
-            "notes": notes(study.experiment),
+            "notes": told,
         }
     )
 
@@ -298,6 +291,42 @@ def notes(experiment: Experiment) -> list[str]:
     if experiment.verifier.loss != "cross_entropy":
         found.append(
             f"verifier.loss = {experiment.verifier.loss!r} fixes no offset of a score: sigmoid(score) is no "
-            "probability, and only the fitted calibration is one."
+            "probability. The fitted calibration is one as far as a straight line in the score goes."
+        )
+    if experiment.verifier.ensemble > 1:
+        found.append(
+            f"verifier.ensemble = {experiment.verifier.ensemble} members' scores are put together "
+            f"({experiment.verifier.aggregation}), and no loss has made a probability of sigmoid(that)."
+        )
+    return found + _notes_of_roles(experiment) + _notes_of_attacks(experiment)
+
+
+def _notes_of_roles(experiment: Experiment) -> list[str]:
+    share, found = experiment.game.sneaky_share, []
+    if share in (0.0, 1.0):
+        role = "sneaky" if share == 0.0 else "helpful"
+        found.append(
+            f"game.sneaky_share = {share} never trained the {role} role: what stands here of it is of a prover that "
+            "was trained for the other one alone."
+        )
+    if experiment.rollout.prompts == "plain":
+        found.append(
+            "rollout.prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky "
+            "solutions differ by chance alone, and a separability of 0.5 says nothing."
+        )
+    return found
+
+
+def _notes_of_attacks(experiment: Experiment) -> list[str]:
+    training, found = experiment.training, []
+    if training.schedule != "constant":
+        found.append(
+            f"training.schedule = {training.schedule!r} runs out over evaluate.attack_steps = "
+            f"{experiment.evaluate.attack_steps}: steps to exploit compare among attacks of that limit alone."
+        )
+    if experiment.rollout.group_deadline_s is not None or training.dynamic_sampling:
+        found.append(
+            "Attacks' batches may differ in size (rollout.group_deadline_s, training.dynamic_sampling), and the window "
+            "of an attack's criterion weighs them alike."
         )
     return found

@@ -153,10 +153,8 @@ class Scored:
 
     @cached_property
     def flaws_N(self) -> Any:
-        """Sneaky, wrong, and a solution at all."""
-        return np.array(
-            [r.role is Role.SNEAKY and r.grade.well_formed and not r.grade.correct for r in self.rollouts], dtype=bool
-        )
+        """What the game calls a flaw (pvg.records.Rollout.is_flaw)."""
+        return np.array([r.is_flaw for r in self.rollouts], dtype=bool)
 
     @cached_property
     def problems_N(self) -> Ints:

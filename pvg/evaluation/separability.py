@@ -2,7 +2,8 @@
 
 Near one half: the roles write alike, as the game wants. Near one: they have drifted apart, and the verifier may learn
 the role instead of correctness. As correctness itself separates the roles, the probe is also trained and read within
-correct and within incorrect solutions alone.
+correct and within incorrect solutions alone; there by pairs of one problem, for the problems differ too: those that the
+sneaky role gets right are easier than those that the helpful one does, or fewer.
 
 The probe: presence of token n-grams, hashed into FEATURES columns (collisions and all, as in Weinberger et al. 2009,
 arXiv 0902.2206), rows scaled to length 1, logistic regression with a ridge. No random number anywhere: the same
@@ -57,9 +58,11 @@ def probe(
     fold_P: Ints,
     weights_BP: Float64,
     confidence: float,
+    pairs_P: Ints | None = None,
 ) -> Estimate:
-    """The AUC of held-out helpful solutions against held-out sneaky ones, over all pairs within a fold. No value where
-    a fold's other folds hold one role only."""
+    """The AUC of held-out helpful solutions against held-out sneaky ones, over all pairs within a fold, or of problems
+    that have one number in `pairs_P` (each of its numbers within a fold). No value where a fold's other folds hold one
+    role only."""
     problems = len(fold_P)
     fold_N = fold_P[problems_N]
     design_ND = np.concatenate([rows_NF, np.ones((len(rows_NF), 1))], axis=1)
@@ -72,4 +75,4 @@ def probe(
         fitted_D = fit(design_ND[others_N], helpful_N[others_N].astype(np.float64), penalty_D)
         scores_N[~others_N] = design_ND[~others_N] @ fitted_D
     counts = wins(scores_N[helpful_N], problems_N[helpful_N], scores_N[~helpful_N], problems_N[~helpful_N], problems)
-    return auc_of(counts, weights_BP, confidence, fold_P)
+    return auc_of(counts, weights_BP, confidence, fold_P if pairs_P is None else pairs_P)

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pvg.evaluation.study import Reading, Study, first_version, remove_folder
-from pvg.experiment import Experiment, build_experiment
+from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.prover_phase import ProverPhase, Stops, open_learner, save_policy
-from pvg.game.seeds import seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.store.atomic import make_directory, write_atomic
@@ -44,7 +43,12 @@ class Course:
     kept: tuple[int, ...]
 
     def folder(self, study: Study) -> Path:
-        return study.folder / self.place
+        """One for each digest: other settings train another policy beside this one, and discard nothing."""
+        older = study.folder / self.place  # where a course lay before its digest was part of the name
+        mark = older / DIGEST_FILE
+        if mark.exists() and mark.read_text() == self.digest:
+            return older
+        return older.with_name(f"{older.name}-{self.digest[:12]}")
 
     def written(self, study: Study) -> Reading:
         """Its policies, for reading."""
@@ -55,31 +59,12 @@ def policy_name(steps: int) -> str:
     return f"policy-{steps:06d}"
 
 
-def course_experiment(
-    experiment: Experiment,
-    role: Literal["helpful", "sneaky"],
-    game: Mapping[str, Any],
-    training: Mapping[str, Any],
-    place: str,
-) -> Experiment:
-    """The run's settings with one role, another reward and the training's changes, on random numbers of its own.
-
-    All but the reward is validated as an experiment is. The reward is not: checks of games refuse `src` and `cgc` with
-    one role, for a game needs both; an attacker of one role is what is wanted here. Raises ConfigurationError."""
-    plain = experiment.plain()
-    plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
-    plain["training"] |= {name: value for name, value in training.items() if value is not None}
-    plain["seed"] = seed_for(experiment.seed, "evaluate", place)
-    valid = build_experiment(plain, "evaluate")
-    return valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})
-
-
 @contextmanager
 def opened(study: Study, course: Course) -> Iterator[Session]:
-    """The course's session: its ledger where it was left, or a new one where it is stale or was never begun."""
+    """The course's session: its ledger where it was left, or a new one where it was never begun."""
     folder = course.folder(study)
     mark = folder / DIGEST_FILE
-    if not mark.exists() or mark.read_text() != course.digest:
+    if not mark.exists():  # new, or killed before its first commit
         remove_folder(folder)
         make_directory(folder)
         write_atomic(mark, course.digest.encode())

@@ -30,7 +30,7 @@ def _value(number: Number) -> str:
 
 def steps_to_exploit(attack: Attack) -> str:
     """`140`, `> 200` for a censored attack, or why there is no number."""
-    words = {"no_reference": "no reference", "diverged": "diverged"}
+    words = {"no_reference": "no reference", "no_signal": "no signal", "diverged": "diverged"}
     if attack.status in words:
         return words[attack.status]
     return f"> {attack.limit}" if attack.status == "censored" else str(attack.steps)
@@ -161,14 +161,17 @@ def _tax(report: EvaluationReport) -> Table | None:
 
 
 def _calibration(rounds: Sequence[RoundEvaluation]) -> Table | None:
-    table = _table(("round", ""), ("probability", ""), ("n", QUIET), ("ECE", VERIFIER), ("Brier", VERIFIER))
+    table = _table(
+        ("round", ""), ("probability", ""), ("n", QUIET), ("ECE", VERIFIER), ("by chance", QUIET), ("Brier", VERIFIER)
+    )
     for found in rounds:
         if found.calibration is None:
             continue
         raw_name = "sigmoid(score)" if found.calibration.raw_is_probability else "sigmoid(score), no probability"
         for name, one in ((raw_name, found.calibration.raw), ("Platt fit, held out", found.calibration.fitted)):
             if one is not None:
-                table.add_row(str(found.round), name, str(one.ece.n), interval(one.ece), interval(one.brier))
+                chance = ABSENT if one.ece_by_chance is None else f"{one.ece_by_chance:.2f}"
+                table.add_row(str(found.round), name, str(one.ece.n), interval(one.ece), chance, interval(one.brier))
     return table if table.row_count else None
 
 

@@ -3,11 +3,11 @@
     runs/STUDY/
       ARM-seed-000/            an ordinary run
       cells/ARM-seed-000.toml  the settings it is played with; .log, what it said; .json, its last document;
-                               .failed, why it failed last; .evaluated, what `pvg evaluate` was asked for
+                               .failed, why it failed last
       study.json  study.html   the results
 
 Invariant: what is true of a cell is read from its run, never from what the study remembers; only the reason of a
-failure and the request of an evaluation are kept beside it.
+failure is kept beside it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from pvg.errors import PvgError, StateError, UsageError
 from pvg.experiment import differences
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.lock import exclusive
 from pvg.store.state import FileStateStore
+from pvg.study.evaluated import lacking
 from pvg.study.plan import Cell, Evaluate
 
 # "played": the game is complete and its evaluation is not; "damaged": its files cannot be read.
@@ -78,9 +77,6 @@ class StudyFolder:
     def failure(self, cell: Cell) -> Path:
         return self.cells / f"{cell.name}.failed"
 
-    def evaluated(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.evaluated"
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Be the one process that plays this study; makes its folder. Raises UsageError with the other one's id."""
@@ -117,7 +113,7 @@ def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Stan
     }
     if status_of(state) != "complete":
         return Standing("unfinished", done=steps_done(cell, state), **told)
-    over = evaluate is None or _request(folder.evaluated(cell)) == request_of(evaluate)
+    over = evaluate is None or not unevaluated(cell, evaluate, len(rounds))
     return Standing("complete" if over else "played", done=cell.steps, **told)
 
 
@@ -170,20 +166,10 @@ def forget_failure(cell: Cell, folder: StudyFolder) -> None:
     folder.failure(cell).unlink(missing_ok=True)
 
 
-def note_evaluation(cell: Cell, folder: StudyFolder, evaluate: Evaluate) -> None:
-    write_atomic(folder.evaluated(cell), orjson.dumps(request_of(evaluate)))
-
-
-def request_of(evaluate: Evaluate) -> dict[str, Any]:
-    """What an evaluation was asked for, as JSON data."""
-    return evaluate.model_dump(mode="json", by_alias=True)
-
-
-def _request(file: Path) -> Any:
-    try:
-        return orjson.loads(file.read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):  # never evaluated; one that is torn is evaluated again
-        return None
+def unevaluated(cell: Cell, evaluate: Evaluate, rounds: int) -> str:
+    """What the cell's evaluation has not of what the study asks for, in one line; "" where it has everything."""
+    assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
+    return lacking(cell.run, cell.evaluated, evaluate.parts, rounds)
 
 
 def _failure(file: Path) -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -28,6 +28,7 @@ from pvg.study.values import Value
 from pvg.telemetry.catalogue import METRICS
 
 EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
+BEST_OF = 4  # the n of best-of-n
 DEFAULT_MEASURES = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc")
 
 
@@ -47,8 +48,9 @@ Read = Callable[[RunFacts], Series]
 class Measure:
     """`read` gives the values by round, in order; a measure of the whole run (`by_round` false) gives one.
 
-    `higher_is_better`: None where neither is. `part`: of `pvg evaluate`, which must have been played. Not
-    `compared`: it is told, and no hypothesis of a study; each one more makes Holm's adjustment dearer.
+    `higher_is_better`: None where neither is. `parts` of `pvg evaluate` that it is read from, with an `attack` of this
+    kind and so many `samples` at least. Not `compared`: it is told, and no hypothesis of a study; each one more makes
+    Holm's adjustment dearer.
     """
 
     name: str
@@ -58,8 +60,10 @@ class Measure:
     meaning: str
     read: Read
     by_round: bool = True
-    part: str = ""
+    parts: tuple[str, ...] = ()
     compared: bool = True
+    attack: str = ""
+    samples: int = 0
 
 
 def measures_named(names: Sequence[str]) -> list[Measure]:
@@ -127,7 +131,7 @@ def of_evaluation(path: str) -> Read:
     """From the document of `pvg evaluate`: what lies at `path` in each of its rounds.
 
     A path is dotted keys; `[key=value]` takes the element of a list whose key has that value, `{own}` being the name of
-    the round's own prover as a source, and `[-1]` the last one: `best_of_n[source={own}].balanced[-1].accuracy.value`.
+    the round's own prover as a source: `best_of_n[source={own}].balanced[n=4].accuracy.value`.
     """
 
     def value(round_: Mapping[str, Any]) -> Value | None:
@@ -171,10 +175,7 @@ def _at(round_: Mapping[str, Any], path: str) -> Any:
             continue
         elements = node if isinstance(node, list) else []
         key, _, wanted = step[1:-1].partition("=")
-        if key == "-1":
-            node = elements[-1] if elements else None
-        else:
-            node = next((e for e in elements if isinstance(e, Mapping) and str(e.get(key)) == wanted), None)
+        node = next((e for e in elements if isinstance(e, Mapping) and str(e.get(key)) == wanted), None)
     return node
 
 
@@ -249,14 +250,8 @@ def _evaluated() -> list[Measure]:
          "detection", "detection.sources[source={own}].soundness.value"),
         ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it refuses.",
          "detection", "detection.sources[source=base].soundness.value"),
-        ("soundness_attack", "soundness, attack", "share", True, "A fresh src attacker's flaws that it refuses.",
-         "detection", "detection.sources[source=attack-src].soundness.value"),
         ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
          "detection", "detection.sources[source={own}].auc.value"),
-        ("best_of_n", "best of n, balanced", "share", True, "Verifier's choice among the most balanced samples.",
-         "best-of-n", "best_of_n[source={own}].balanced[-1].accuracy.value"),
-        ("best_of_n_natural", "best of n", "share", True, "Verifier's choice among the most helpful samples.",
-         "best-of-n", "best_of_n[source={own}].natural[-1].accuracy.value"),
         ("separability", "separability", "auc", False, "AUC of a probe that tells helpful from sneaky solutions.",
          "separability", "separability.overall.value"),
         ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
@@ -274,16 +269,58 @@ def _evaluated() -> list[Measure]:
             True,
             f"Steps until a fresh sneaky prover, paid by {kind}, had exploited the round's verifier.",
             steps_to_exploit(kind),
-            part="exploit",
+            parts=("exploit",),
+            attack=kind,
         )
         for kind in ("src", "cgc", "goodhart")
     ]
+    of_attacker = Measure(
+        "soundness_attack",
+        "soundness, attack",
+        "share",
+        True,
+        "A fresh src attacker's flaws that it refuses.",
+        of_evaluation("detection.sources[source=attack-src].soundness.value"),
+        parts=("detection", "exploit"),
+        attack="src",
+    )
     return [
         *attacks,
+        of_attacker,
+        *_best_of_n(),
         *(
-            Measure(name, label, style, higher, meaning, of_evaluation(path), part=part)
+            Measure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
             for name, label, style, higher, meaning, part, path in rows
         ),
+    ]
+
+
+def _best_of_n() -> list[Measure]:
+    """At one n for all arms, and a small one: of a large n only few problems have enough of both kinds of solutions,
+    and others in each arm."""
+    n = BEST_OF
+    found = {
+        "best_of_n": (f"best of {n}, balanced", "share", True, f"Verifier's choice among {n}, half of them correct.",
+                      f"balanced[n={n}].accuracy.value"),
+        "best_of_n_excluded": (f"left out of best of {n}", "number", None,
+                               f"Test problems without {n // 2} correct and {n // 2} incorrect solutions.",
+                               f"balanced[n={n}].excluded"),
+        "best_of_n_natural": (f"best of {n}", "share", True, f"Verifier's choice among {n} helpful samples.",
+                              f"natural[n={n}].accuracy.value"),
+    }  # fmt: skip
+    return [
+        Measure(
+            name,
+            label,
+            cast(Style, style),
+            higher,
+            meaning,
+            of_evaluation(f"best_of_n[source={{own}}].{path}"),
+            parts=("best-of-n",),
+            compared=higher is not None,
+            samples=n if name == "best_of_n_natural" else n // 2,
+        )
+        for name, (label, style, higher, meaning, path) in found.items()
     ]
 
 

@@ -33,7 +33,8 @@ from pvg.experiment import (
 )
 from pvg.sections import Count, Section
 from pvg.store.run_directory import RUN_NAME, RunDirectory
-from pvg.study.measures import DEFAULT_MEASURES, MEASURES, Measure, measures_named
+from pvg.study.evaluation_checks import as_evaluated, refuse_unmeasured
+from pvg.study.measures import DEFAULT_MEASURES, Measure, measures_named
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -106,22 +107,25 @@ class StudyFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of playing. `settings` is what it sets by itself, `experiment` all of it, seed and folder aside."""
+    """One way of playing. `settings` is what it sets by itself, `experiment` all of it, seed and folder aside;
+    `evaluated`: with what [evaluate] sets, None without one."""
 
     name: str
     source: str
     settings: dict[str, Any]
     experiment: Experiment
+    evaluated: Experiment | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One arm with one seed: one run."""
+    """One arm with one seed: one run. `evaluated` are the settings of its evaluation, None without one."""
 
     arm: str
     seed: int
     experiment: Experiment
     run: RunDirectory
+    evaluated: Experiment | None = None
 
     @property
     def name(self) -> str:
@@ -157,11 +161,14 @@ class StudyPlan:
         return [self.cell(arm, seed) for seed in self.seeds for arm in self.arms]
 
     def cell(self, arm: Arm, seed: int) -> Cell:
-        experiment = arm.experiment
+        own = self._own(arm.experiment, seed)
+        evaluated = None if arm.evaluated is None else self._own(arm.evaluated, seed)
+        return Cell(arm.name, seed, own, RunDirectory(self.folder / f"{arm.name}-seed-{seed:03d}"), evaluated)
+
+    def _own(self, experiment: Experiment, seed: int) -> Experiment:
         store = experiment.store.model_copy(update={"root": self.folder})
         models = experiment.models.model_copy(update={"threads": self.threads})
-        own = experiment.model_copy(update={"seed": seed, "store": store, "models": models})
-        return Cell(arm.name, seed, own, RunDirectory(self.folder / f"{arm.name}-seed-{seed:03d}"))
+        return experiment.model_copy(update={"seed": seed, "store": store, "models": models})
 
     @property
     def steps(self) -> int:
@@ -210,7 +217,8 @@ def load_study(
             f"Arms: {', '.join(arm.name for arm in arms)}.",
         )
     measures = measures_named(file.measures)
-    _refuse_unevaluated(file, measures, path)
+    asked = None if file.evaluate is None else file.evaluate.parts
+    refuse_unmeasured(measures, asked, {arm.name: arm.evaluated for arm in arms if arm.evaluated}, str(path))
     at_a_time = processes or file.processes
     plan = StudyPlan(
         name=file.name,
@@ -229,30 +237,6 @@ def load_study(
     )
     chosen = threads is not None or file.threads is not None
     return plan if chosen else replace(plan, threads=_threads_so_far(plan) or plan.threads)
-
-
-def _refuse_unevaluated(file: StudyFile, measures: Sequence[Measure], path: Path) -> None:
-    """Parts of `pvg evaluate` that there are not, and measures whose part is not asked for."""
-    known = sorted({measure.part for measure in MEASURES.values() if measure.part})
-    asked = file.evaluate.parts if file.evaluate else ()
-    if strange := next((part for part in asked if part not in known), None):
-        hint = nearest(strange, known)
-        raise ConfigurationError(
-            f"There is no part {strange!r} of an evaluation ({path})." + (f" Did you mean {hint!r}?" if hint else ""),
-            f"Known: {', '.join(known)}.",
-        )
-    for measure in measures:
-        if measure.part and file.evaluate is None:
-            raise ConfigurationError(
-                f"The measure {measure.name!r} is read from an evaluation, and {path} asks for none.",
-                "Set evaluate = true, or leave the measure out.",
-            )
-        if measure.part and asked and measure.part not in asked:
-            raise ConfigurationError(
-                f"The measure {measure.name!r} is read from the part {measure.part!r} of an evaluation, which {path} "
-                "does not ask for.",
-                f"Add {measure.part!r} to the parts, or leave the measure out.",
-            )
 
 
 def _threads_so_far(plan: StudyPlan) -> int | None:
@@ -310,7 +294,9 @@ def _resolve(
             raise ConfigurationError(f"{key} cannot be set here ({where}): it is {RESERVED[key]}.")
         assign(data, key, value)
     origins = {key: where for key, _, where in said}
-    return Arm(name, source, settings, build_experiment(data, f"arm {name!r} of {origin}", origins))
+    experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
+    evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
+    return Arm(name, source, settings, experiment, evaluated)
 
 
 def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -33,9 +33,9 @@ from pvg.study.cells import (
     Standing,
     StudyFolder,
     forget_failure,
-    note_evaluation,
     note_failure,
     standing,
+    unevaluated,
     write_settings,
 )
 from pvg.study.plan import Cell, Evaluate, StudyPlan
@@ -142,9 +142,12 @@ def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
 
 
 def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
-    """`pvg evaluate` for a cell whose game is complete."""
+    """`pvg evaluate` for a cell whose game is complete, with every setting of it: the run's own may be older ones."""
+    assert cell.evaluated is not None
     parts = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
-    settings = [word for key, value in leaves(evaluate.changes) for word in ("--set", f"{key}={_toml(value)}")]
+    said = dict(leaves(evaluate.changes))
+    said |= dict(leaves({"evaluate": cell.evaluated.evaluate.model_dump(mode="json", exclude_none=True)}))
+    settings = [word for key, value in said.items() for word in ("--set", f"{key}={_toml(value)}")]
     return ["evaluate", str(cell.run.path), *parts, *settings, "--json"]
 
 
@@ -188,8 +191,6 @@ def _finish(
     """Take in how a process ended; whether the cell's evaluation comes next."""
     cell, job = playing.cell, playing.job
     playing.signal_all(signal.SIGKILL)  # whatever it left behind
-    if code == 0 and job == "evaluate" and plan.evaluate is not None:
-        note_evaluation(cell, folder, plan.evaluate)
     now = standing(cell, folder, plan.evaluate)
     if code == 0 and job == "train" and now.status == "played":
         observer.progressed(cell, now)
@@ -198,7 +199,10 @@ def _finish(
     if how == "failed" and stopped:
         how = "stopped"
     if how == "failed":
-        note_failure(cell, folder, reason_of(code, folder.document(cell), folder.log(cell)))
+        reason = reason_of(code, folder.document(cell), folder.log(cell))
+        if code == 0 and job == "evaluate" and plan.evaluate is not None:
+            reason = unevaluated(cell, plan.evaluate, len(now.rounds))
+        note_failure(cell, folder, reason)
         now = standing(cell, folder, plan.evaluate)
     observer.ended(cell, how, now, time.monotonic() - playing.began)
     return False

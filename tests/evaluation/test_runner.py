@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import check
 
-from pvg.errors import ConfigurationError, StateError, UsageError
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
+from pvg.evaluation.courses import check_attacks, check_protocol
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
-from pvg.evaluation.runner import Request, check_protocol, evaluate
+from pvg.evaluation.runner import Request, evaluate, notes
 from pvg.evaluation.training import probe_steps
 from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import play
@@ -139,7 +140,13 @@ def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Pa
     assert observer.phases == ["attack, steps of cgc", "samples"]
     (attack,) = outcome.report.rounds[0].exploit or []
     assert (attack.limit, attack.steps) == (2, 2)
-    assert "detection of round 0" in outcome.report.stale  # it read the other attackers
+    assert "detection of round 0" not in outcome.report.stale
+    sources = [flaws.source for flaws in outcome.report.rounds[0].detection.sources]
+    assert sources == ["base", "round-000"]  # the other attackers' flaws are none of this one's
+    outcome, observer = evaluated(run, evaluated_experiment(), parts=("exploit", "detection"))
+    assert "attack, steps of cgc" not in observer.phases  # the longer one's policy was kept beside it
+    assert outcome.report.rounds[0].exploit == report_of(measured).rounds[0].exploit
+    assert outcome.report.rounds[0].detection == report_of(measured).rounds[0].detection
 
 
 def test_another_confidence_changes_intervals_and_trains_nothing(measured: RunDirectory, tmp_path: Path) -> None:
@@ -169,6 +176,27 @@ def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> 
     assert outcome.report.rounds[0].tax is not None
     with pytest.raises(UsageError, match=r"game\.reward is 'src'"):
         evaluated(run, evaluated_experiment(), parts=("tax",), baseline=measured)
+    # Where it is gone, the other parts do not go with it.
+    shutil.rmtree(other.path)
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    assert outcome.report.status == "complete"
+    assert (outcome.report.rounds[0].tax, outcome.report.baseline) == (None, None)
+    assert any("plain" in note and "--baseline" in note for note in outcome.report.notes)
+
+
+def test_a_baseline_that_diverges_costs_the_tax_alone(
+    measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def diverging(*_: object) -> None:
+        raise TrainingDivergedError("a number that is not finite", "")
+
+    monkeypatch.setattr("pvg.evaluation.baseline.train", diverging)
+    run = copy_of(measured, tmp_path)
+    other = changed(evaluated_experiment(), evaluate={"baseline_steps": 3, "bins": 3})
+    outcome, _ = evaluated(run, other, parts=("tax", "calibration"))
+    assert (outcome.status, outcome.report.status) == ("complete", "partial")
+    assert outcome.report.rounds[0].tax is None
+    assert outcome.report.rounds[0].calibration is not None
 
 
 def test_rounds_that_are_not_finished_are_refused(measured: RunDirectory) -> None:
@@ -182,6 +210,32 @@ def test_attacks_that_could_never_succeed_are_refused(measured: RunDirectory) ->
         ConfigurationError, match=r"attack_window = 6 batches do not fit into evaluate\.attack_steps = 5"
     ):
         evaluated(measured, other, parts=("exploit",))
+
+
+def test_attackers_that_could_learn_nothing_are_refused_before_anything_is_sampled(measured: RunDirectory) -> None:
+    """An src attacker compares scores of a group, and groups of one leave none."""
+    alone = {"rollout": {"group_size": 1}, "training": {"loss": "spo"}, "game": {"reward": "cgc"}}
+    check_attacks(changed(evaluated_experiment(), **alone, evaluate={"attacks": ["cgc", "goodhart"]}))
+    with pytest.raises(ConfigurationError, match=r"paid by 'src' .* rollout\.group_size = 1"):
+        check_attacks(changed(evaluated_experiment(), **alone))
+
+
+def test_notes_say_what_a_reader_must_know() -> None:
+    assert notes(changed(evaluated_experiment(), verifier={"loss": "cross_entropy"})) == []
+    game = {"reward": "goodhart", "sneaky_share": 0.0}
+    told = " ".join(
+        notes(
+            changed(
+                evaluated_experiment(),
+                game=game,
+                rollout={"prompts": "plain"},
+                training={"schedule": "cosine"},
+                verifier={"loss": "bradley_terry", "ensemble": 3},
+            )
+        )
+    )
+    for said in ("sneaky_share = 0.0", "prompts = 'plain'", "schedule = 'cosine'", "ensemble = 3", "bradley_terry"):
+        assert said in told
 
 
 def test_a_damaged_unit_is_named_and_can_be_removed(measured: RunDirectory, tmp_path: Path) -> None:

@@ -76,20 +76,27 @@ def evaluate(run: Path, options: list[str]) -> None:
         told.write(f"{run.name} {' '.join(options)}\n")
     if behaviour_of(run.name) == "unevaluable":
         sys.exit(3)
+    settings = dict(word.split("=", 1) for word in options if word.startswith("evaluate."))
+    given = {key.removeprefix("evaluate."): json.loads(value) for key, value in settings.items()}
+    hashes = json.loads(Path("hashes.json").read_text())
+    document = {**EVALUATION, "settings": given, "config_hash": hashes[run.name]}
     (run / "evaluation").mkdir(exist_ok=True)
-    (run / "evaluation" / "evaluation.json").write_text(json.dumps(EVALUATION))
+    (run / "evaluation" / "evaluation.json").write_text(json.dumps(document))
 
 
 def attack(status: str, steps: int | None) -> dict[str, object]:
     return {"kind": "src", "status": status, "limit": 200, "steps": steps}
 
 
-# As `pvg evaluate` writes it, as far as measures read it.
+# As `pvg evaluate` writes it, as far as a study reads it.
+OTHERS: dict[str, object] = {part: {} for part in ("best_of_n", "separability", "calibration", "localisation", "tax")}
+DETECTION = {"completeness": {"value": 0.5}, "sources": [{"source": "attack-src"}]}
 EVALUATION = {
+    "baseline": {"source": "trained"},
     "rounds": [
-        {"round": 0, "exploit": [attack("found", 40)], "detection": {"completeness": {"value": 0.5}}},
-        {"round": 1, "exploit": [attack("censored", 200)], "detection": None},
-    ]
+        {"round": 0, "exploit": [attack("found", 40)], "detection": DETECTION, **OTHERS},
+        {"round": 1, "exploit": [attack("censored", 200)], "detection": DETECTION, **OTHERS},
+    ],
 }
 
 

@@ -3,12 +3,14 @@ that plays in a second what the real one plays in a minute."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from pvg.store import FileStateStore, JsonLines, RunDirectory
 from pvg.study.cells import StudyFolder
+from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
 
 SMALL = """
@@ -41,7 +43,25 @@ PVG = [sys.executable, str(STAND_IN)]
 def small(text: str = SMALL, *, runs: Path = Path("runs"), **options: Any) -> StudyPlan:
     """The plan of a study written to small.toml in the current folder."""
     Path("small.toml").write_text(text, encoding="utf-8")
-    return load_study("small.toml", runs=runs, **options)
+    plan = load_study("small.toml", runs=runs, **options)
+    Path("hashes.json").write_text(json.dumps({cell.name: cell.experiment.hash() for cell in plan.cells}))
+    return plan
+
+
+def evaluate(cell: Cell, *rounds: dict[str, Any], **changed: Any) -> Path:
+    """What `pvg evaluate` leaves of a cell that it was asked for as the study asks; its document."""
+    assert cell.evaluated is not None
+    parts = ("exploit", "best_of_n", "detection", "separability", "calibration", "localisation", "tax")
+    document = {
+        "config_hash": cell.experiment.hash(),
+        "settings": cell.evaluated.evaluate.model_dump(mode="json"),
+        "baseline": {"source": "trained"},
+        "rounds": [{"round": n, **{p: {} for p in parts}, "exploit": [], **row} for n, row in enumerate(rounds)],
+    }
+    file = cell.run.path / EVALUATION
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(document | changed))
+    return file
 
 
 def finish(cell: Cell, *rounds: dict[str, float | None], phase: str = "complete", **state: Any) -> RunDirectory:

@@ -61,8 +61,15 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
             {"kind": "src", "status": "censored", "steps": 200},
         ],
         "best_of_n": [
-            {"source": "base", "balanced": [{"n": 2, "accuracy": {"value": 0.1}}]},
-            {"source": "round-001", "balanced": [{"accuracy": {"value": 0.2}}, {"accuracy": {"value": 0.3}}]},
+            {"source": "base", "balanced": [{"n": 4, "accuracy": {"value": 0.1}}]},
+            {
+                "source": "round-001",
+                "balanced": [
+                    {"n": 2, "accuracy": {"value": 0.2}},
+                    {"n": 4, "accuracy": {"value": 0.3}, "excluded": 5},
+                    {"n": 16, "accuracy": {"value": 0.4}, "excluded": 99},
+                ],
+            },
         ],
         "detection": {
             "completeness": {"value": 0.5},
@@ -78,7 +85,9 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     told = evaluated(facts, second, first)  # in whatever order
     assert read("steps_to_exploit_src", told) == [Value(40), Value(200, censored=True)]
     assert read("steps_to_exploit_cgc", told) == [None, Value(7)]
-    assert read("best_of_n", told) == [None, Value(0.3)]
+    assert read("best_of_n", told) == [None, Value(0.3)]  # the largest n keeps few problems, and others in each arm
+    assert read("best_of_n_excluded", told) == [None, Value(5)]
+    assert "4" in MEASURES["best_of_n"].label
     assert read("completeness", told) == [None, Value(0.5)]
     assert read("soundness_base", told) == [None, Value(0.9)]
     assert read("soundness", told) == [None, None]
@@ -87,7 +96,7 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, Value(200, censored=True)]
 
 
-@pytest.mark.parametrize("status", ["no_reference", "diverged"])
+@pytest.mark.parametrize("status", ["no_reference", "no_signal", "diverged"])
 def test_an_attack_that_could_not_be_judged_is_no_value(status: str, facts: RunFacts) -> None:
     attack = {"kind": "src", "status": status, "steps": None}
     assert read("steps_to_exploit_src", evaluated(facts, {"round": 0, "exploit": [attack]})) == [None, None]

@@ -159,7 +159,7 @@ def test_one_mistake_in_common_is_told_once() -> None:
 def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    monkeypatch.setitem(MEASURES, "attack", replace(MEASURES["kl"], name="attack", part="exploit"))
+    monkeypatch.setitem(MEASURES, "attack", replace(MEASURES["kl"], name="attack", parts=("exploit",)))
     text = SMALL.replace('"seconds"', '"attack"')
     with pytest.raises(ConfigurationError, match=r"'attack' is read from an evaluation"):
         small(text)
@@ -171,3 +171,34 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
     parts = small(text.replace("threads = 1", 'threads = 1\nevaluate = ["exploit", "tax"]')).evaluate
     assert parts is not None
     assert parts.parts == ("exploit", "tax")
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "measure", "message"),
+    [
+        ("{set = {evaluate.atack_steps = 9}}", "", "'evaluate.atack_steps' ([evaluate] set of small.toml)"),
+        ("{set = {evaluate.samples = 1}}", "", "evaluate.samples"),
+        ("{set = {training.steps = 9}}", "", "training.steps cannot be set here ([evaluate] set of small.toml)"),
+        ("{set = {samples = 9}}", "", "samples cannot be set here"),
+        ("{set = {evaluate.attack_steps = 9}}", "", "attack_window = 10 batches do not fit"),
+        ('["detection"]', "soundness_attack", "from the part 'exploit' of an evaluation"),
+        ('{set = {evaluate.attacks = ["goodhart"]}}', "steps_to_exploit_cgc", "an attack of the kind 'cgc'"),
+        ('{set = {evaluate.attacks = ["cgc"]}}', "soundness_attack", "an attack of the kind 'src'"),
+        ("{set = {evaluate.samples = 3}}", "best_of_n_natural", "evaluate.samples = 4 or more"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_or_leaves_a_measure_empty_is_refused(
+    evaluate: str, measure: str, message: str
+) -> None:
+    text = SMALL.replace("threads = 1", f"threads = 1\nevaluate = {evaluate}")
+    with pytest.raises(ConfigurationError) as error:
+        small(text.replace('"seconds"', f'"{measure}"') if measure else text)
+    assert message in error.value.message
+
+
+def test_an_arm_that_cannot_be_evaluated_is_named() -> None:
+    text = SMALL.replace("threads = 1", "threads = 1\nevaluate = true").replace(
+        'game.reward = "src"', 'game.reward = "cgc", game.protocol = "challenge"'
+    )
+    with pytest.raises(ConfigurationError, match=r"Arm 'src' of small\.toml: .*challenge"):
+        small(text)

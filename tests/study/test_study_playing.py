@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from study_samples import PVG, SMALL, finish, folder_of, small
+from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import StateError, UsageError
 from pvg.store import FileStateStore
-from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done
+from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job, play_cells
 
@@ -183,13 +183,63 @@ def test_a_game_is_evaluated_when_it_is_over_and_again_when_something_else_is_as
     assert told.only("train", "evaluate", "complete") == [
         f"{word} {cell.name}" for cell in plan.cells for word in ("train", "evaluate", "complete")
     ]
-    assert Path("evaluated.txt").read_text().splitlines()[0] == "cgc-seed-000 --parts exploit,tax --json"
+    said = Path("evaluated.txt").read_text().splitlines()[0].split()
+    assert said[:3] == ["cgc-seed-000", "--parts", "exploit,tax"]
+    assert "evaluate.samples=8" in said  # all of them: the run's own may be older ones
     other = small(EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {set = {evaluate.samples = 4}}"))
     assert {standing.status for standing in now(other).values()} == {"played"}
     told = Told()
     assert play(other, told)
     assert told.only("train") == []
-    assert Path("evaluated.txt").read_text().splitlines()[-1] == "src-seed-000 --set evaluate.samples=4 --json"
+    said = Path("evaluated.txt").read_text().splitlines()[-1].split()
+    assert "--parts" not in said
+    assert "evaluate.samples=4" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"settings": {"samples": 4}}, "other settings"),  # by hand, or the study's file has been changed
+        ({"config_hash": "another"}, "of another game"),
+        ({"rounds": [{"round": 0, "exploit": [], "tax": {}}]}, "no exploit of round 1"),
+        ({"rounds": [{"round": n, "exploit": [], "tax": None} for n in range(2)]}, "no tax of round 0"),
+        ({"baseline": {"source": "a run of mine"}}, "against another baseline"),
+    ],
+)
+def test_an_evaluation_that_was_not_asked_for_counts_for_nothing(change: dict[str, object], reason: str) -> None:
+    plan = small(EVALUATED)
+    assert plan.evaluate is not None
+    cell = plan.cells[0]
+    finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.5})
+    evaluate(cell, {}, {})
+    assert now(plan)[cell.name].status == "complete"
+    evaluate(cell, {}, {}, **change)
+    assert now(plan)[cell.name].status == "played"
+    assert reason in unevaluated(cell, plan.evaluate, 2)
+
+
+def test_detection_must_have_met_the_attackers_that_the_study_asks_for() -> None:
+    plan = small(EVALUATED.replace('"tax"', '"detection"'))
+    cell = plan.cells[0]
+    finish(cell, {"helpful_accuracy": 0.5})
+    attack = {"kind": "src", "status": "censored", "steps": 200}
+    evaluate(cell, {"exploit": [attack], "detection": {"sources": [{"source": "base"}]}})
+    assert now(plan)[cell.name].status == "played"
+    evaluate(cell, {"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
+    assert now(plan)[cell.name].status == "complete"
+
+
+def test_changed_settings_of_evaluation_anywhere_evaluate_again() -> None:
+    plan = small(EVALUATED)
+    cell = plan.cells[0]
+    finish(cell, {"helpful_accuracy": 0.5})
+    evaluate(cell, {})
+    assert now(plan)[cell.name].status == "complete"
+    for text in (
+        EVALUATED.replace("game.rounds = 2", "game.rounds = 2\nevaluate.bins = 7"),
+        EVALUATED.replace('set = { game.reward = "cgc" }', 'set = { game.reward = "cgc", evaluate.bins = 7 }'),
+    ):
+        assert now(small(text))[cell.name].status == "played"
 
 
 def test_an_evaluation_that_fails_keeps_the_game() -> None:

@@ -8,7 +8,7 @@ import jsonschema
 import orjson
 import pytest
 from page_checks import check
-from study_samples import SMALL, finish, folder_of, small
+from study_samples import SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import UsageError
 from pvg.study.cells import note_failure
@@ -129,14 +129,8 @@ def test_censored_values_reach_the_tables() -> None:
     for cell in plan.cells:
         found = cell.arm == "cgc" and cell.seed < 2
         attack = {"kind": "src", "status": "found" if found else "censored", "steps": 40 + cell.seed if found else 200}
-        run = finish(cell, {"helpful_accuracy": 0.5})
-        (run.path / EVALUATION).parent.mkdir()
-        (run.path / EVALUATION).write_bytes(orjson.dumps({"rounds": [{"round": 0, "exploit": [attack]}]}))
-        folder = folder_of(plan)
-        assert plan.evaluate is not None
-        from pvg.study.cells import note_evaluation
-
-        note_evaluation(cell, folder, plan.evaluate)
+        finish(cell, {"helpful_accuracy": 0.5})
+        evaluate(cell, {"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
     results = results_of(plan)
     summary = results.result("cgc", "steps_to_exploit_src").summary
     assert (summary.mean, summary.median, summary.censored) == (None, 41, pytest.approx(1 / 3))

@@ -327,8 +327,9 @@ def _calibration_table(rounds: Sequence[RoundEvaluation]) -> Html | None:
         raw = "sigmoid(score)" if found.calibration.raw_is_probability else "sigmoid(score), no probability"
         for name, one in ((raw, found.calibration.raw), ("Platt fit, held out", found.calibration.fitted)):
             if one is not None:
-                rows.append([str(found.round), name, str(one.ece.n), interval(one.ece), interval(one.brier)])
-    return _rows(["round", "probability", "n", "ECE", "Brier"], rows)
+                chance = ABSENT if one.ece_by_chance is None else f"{one.ece_by_chance:.3f}"
+                rows.append([str(found.round), name, str(one.ece.n), interval(one.ece), chance, interval(one.brier)])
+    return _rows(["round", "probability", "n", "ECE", "ECE by chance", "Brier"], rows)
 
 
 def _localisation_table(rounds: Sequence[RoundEvaluation]) -> Html | None:

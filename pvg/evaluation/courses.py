@@ -1,0 +1,78 @@
+"""What can be evaluated, and the settings that attackers and the baseline are trained with; loads no torch.
+
+check_protocol(experiment); check_attacks(experiment)      # before anything is sampled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.experiment import Experiment, build_experiment
+from pvg.experiment_checks import reward_impossibilities
+from pvg.game.seeds import seed_for
+
+KINDS = ("src", "cgc", "goodhart")
+
+
+def course_experiment(
+    experiment: Experiment,
+    role: Literal["helpful", "sneaky"],
+    game: Mapping[str, Any],
+    training: Mapping[str, Any],
+    place: str,
+) -> Experiment:
+    """The run's settings with one role, another reward and the training's changes, on random numbers of its own.
+
+    All but the reward is validated as an experiment is. Of the reward all is checked but that it is for two roles: a
+    game needs both for `src` and `cgc`, and an attacker of one role is what is wanted here. Raises
+    ConfigurationError."""
+    plain = experiment.plain()
+    plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
+    plain["training"] |= {name: value for name, value in training.items() if value is not None}
+    plain["seed"] = seed_for(experiment.seed, "evaluate", place)
+    valid = build_experiment(plain, "evaluate")
+    final = valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})
+    if impossible := reward_impossibilities(final):
+        raise ConfigurationError(
+            f"No policy paid by {final.game.reward!r} can be trained with the run's settings: {impossible[0]}.",
+            "Leave it out of evaluate.attacks: -s 'evaluate.attacks=[\"goodhart\"]', say.",
+        )
+    return final
+
+
+def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor: float | None) -> Experiment:
+    """The settings of an attacker paid by `kind`. Raises ConfigurationError."""
+    section = experiment.evaluate
+    game = {"reward": kind, **({"cgc_floor": cgc_floor} if kind == "cgc" and cgc_floor is not None else {})}
+    training = {
+        "steps": section.attack_steps,
+        "learning_rate": section.attack_learning_rate,
+        "groups": section.attack_groups,
+    }
+    return course_experiment(experiment, "sneaky", game, training, place)
+
+
+def check_protocol(experiment: Experiment) -> None:
+    """Raises UsageError for games whose solutions are more than one turn of a prover asked for a solution."""
+    if experiment.game.protocol != "direct":
+        raise UsageError(
+            f"pvg evaluate measures games of game.protocol = 'direct', and this one's is {experiment.game.protocol!r}.",
+            "Its rounds' own metrics are in: pvg report RUN",
+        )
+
+
+def check_attacks(experiment: Experiment) -> None:
+    """Raises ConfigurationError for attacks that end before their window is full, which could never succeed, and for
+    attackers that could learn nothing."""
+    section, minibatches = experiment.evaluate, experiment.training.minibatches
+    if (least := section.attack_window * minibatches) > section.attack_steps:
+        each = f" of {minibatches} steps each" if minibatches > 1 else ""
+        raise ConfigurationError(
+            f"evaluate.attack_window = {section.attack_window} batches{each} do not fit into evaluate.attack_steps = "
+            f"{section.attack_steps}, so no attack could succeed.",
+            f"Set evaluate.attack_steps to at least {least}, or lower evaluate.attack_window.",
+        )
+    for kind in section.attacks:
+        attacker_experiment(experiment, kind, f"attacks/{kind}", section.attack_cgc_floor)
