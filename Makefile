@@ -13,7 +13,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PEERS       := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
-# Side by side, with one thread each: two take half the time of one.
+# Tests run side by side, with one thread each.
 TEST_PROCESSES := 2
 
 .DEFAULT_GOAL := help

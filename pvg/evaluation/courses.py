@@ -31,6 +31,8 @@ def course_experiment(
     plain = experiment.plain()
     plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
     plain["training"] |= {name: value for name, value in training.items() if value is not None}
+    # What an attack is judged by are its own batches: they must not be chosen by how uncertain their outcome is.
+    plain["training"] |= {"curriculum": "none", "dynamic_sampling": False}
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
     final = valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})

@@ -28,6 +28,7 @@ from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap,
 from pvg.evaluation.samples import recover
 from pvg.evaluation.study import MOST_ROUNDS, Missing, Reading, Study
 from pvg.experiment import Experiment
+from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.game.server_notices import ServerNotices
@@ -72,6 +73,7 @@ async def evaluate(
     started = time.perf_counter()
     check_protocol(experiment)
     reading = Reading.open(run)
+    check_same_code(reading.state, experiment)
     rounds = chosen_rounds(reading, run, request.rounds)
     if "exploit" in request.parts:
         check_attacks(experiment)

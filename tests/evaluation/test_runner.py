@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import check
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
-from pvg.evaluation.courses import check_attacks, check_protocol
+from pvg.evaluation.courses import attacker_experiment, check_attacks, check_protocol
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
 from pvg.evaluation.runner import Request, evaluate, notes
 from pvg.evaluation.training import probe_steps
 from pvg.experiment import Experiment, build_experiment
+from pvg.game.ledger import Ledger, check_same_code
 from pvg.game.run import play
 from pvg.reporting.page.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
@@ -300,3 +301,21 @@ def test_games_of_other_protocols_are_refused(protocol: str) -> None:
     with pytest.raises(UsageError, match=protocol):
         check_protocol(changed(evaluated_experiment(), game=changed_))
     check_protocol(evaluated_experiment())
+
+
+def test_what_an_attack_is_judged_by_is_not_chosen_by_a_curriculum() -> None:
+    chosen = changed(evaluated_experiment(), training={"curriculum": "prioritised", "dynamic_sampling": True})
+    training = attacker_experiment(chosen, "goodhart", "place", None).training
+    assert (training.curriculum, training.dynamic_sampling) == ("none", False)
+
+
+def test_a_run_is_not_evaluated_with_other_code_than_it_was_played_with(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def mine(outcomes, game):\n    return outcomes.scores_N\n")
+    experiment = changed(evaluated_experiment(), game={"reward": f"{mine}:mine"})
+    ledger = Ledger(RunDirectory.create(tmp_path, "own", experiment), experiment, "test")
+    check_same_code(ledger.state, experiment)
+    mine.write_text("def mine(outcomes, game):\n    return -outcomes.scores_N\n")
+    with pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+        check_same_code(ledger.state, experiment)
+    ledger.close()
