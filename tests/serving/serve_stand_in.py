@@ -36,6 +36,8 @@ class Answers(BaseHTTPRequestHandler):
             self._say(500, b'{"error": {"message": "no kernel for this", "code": 500}}')
         else:
             self._say(200, b"{}")
+        if self.mode == "die":  # after the request by which its owner sees that it serves
+            threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     def _say(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -58,8 +60,6 @@ def main(port: int, mode: str) -> None:
     if mode == "hang":
         time.sleep(600)
     Answers.mode = mode
-    if mode == "die":
-        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 
 
