@@ -209,7 +209,9 @@ def test_a_loss_without_a_kl_term_has_no_target_for_it() -> None:
 
 
 def test_translators_may_be_paid_by_a_reward_of_ones_own() -> None:
-    build_experiment({"game": {"protocol": "decoupled", "reward": "mine.py:mine"}})
+    assert build_experiment({"game": {"protocol": "decoupled", "reward": "mine.py:mine"}}).game.reward == "mine.py:mine"
+    with pytest.raises(ConfigurationError, match="solver"):
+        build_experiment({"game": {"protocol": "decoupled", "reward": "src"}})
 
 
 TASK = """
