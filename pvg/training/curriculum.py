@@ -55,13 +55,21 @@ def bucket_counts(sizes_B: Int64, shares_B: Float64, count: int, offset: float) 
     if count > sizes_B.sum():
         raise ValueError(f"{count} draws from {sizes_B.sum()} problems")
     exact_B = _filled(sizes_B.astype(np.float64), np.asarray(shares_B, dtype=np.float64), float(count))
+    # A bucket of 5 whose share comes to 4.999999999 is full: were that a fraction, another bucket could get its
+    # problem.
+    exact_B = _whole_where_near(exact_B)
     whole_B = np.floor(exact_B).astype(np.int64)
-    left = count - int(whole_B.sum())
-    ends_B = np.cumsum(exact_B - whole_B)
-    ends_B[ends_B > left - ROUNDING] = left  # what the last bits made of a whole number
+    ends_B = _whole_where_near(np.cumsum(exact_B - whole_B))
     marks_B = np.floor(ends_B + offset).astype(np.int64)
     counts_B: Int64 = whole_B + np.diff(marks_B, prepend=0)
     return counts_B
+
+
+def _whole_where_near(values_B: Float64) -> Float64:
+    """float64 [B]: whole numbers again, where the last bits have made something else of them."""
+    nearest_B = np.rint(values_B)
+    found_B: Float64 = np.where(np.abs(values_B - nearest_B) < ROUNDING, nearest_B, values_B)
+    return found_B
 
 
 def _filled(sizes_B: Float64, shares_B: Float64, count: float) -> Float64:

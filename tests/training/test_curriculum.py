@@ -39,6 +39,8 @@ def test_counts_by_hand() -> None:
     assert counts([1, 9, 9], SHARES, 8, 0.5) == [1, 5, 2]
     # What a bucket of share 0 holds is for when the others are exhausted.
     assert counts([2, 9, 2], (0.5, 0.0, 0.5), 7) == [2, 3, 2]
+    # 15 * 0.2 / (0.2 + 0.4) is a little less than 5: still the 5 of the first bucket, and no 11th of the last.
+    assert counts([5, 5, 9, 10], (0.2, 0.3, 0.4, 0.4), 29) == [5, 5, 9, 10]
     with pytest.raises(ValueError, match="8 draws from 7 problems"):
         counts([1, 6], (0.5, 0.5), 8)
 
