@@ -30,6 +30,7 @@ from pvg.telemetry.catalogue import METRICS
 NUMBERS = 3  # measures shown of each cell
 LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns of a cell's name and place, and of a number
 SECONDS_BETWEEN_LINES = 30.0
+WORKED_ON = ("playing", "evaluating")
 STATES = {
     "waiting": ("○", QUIET),
     "playing": ("●", "cyan"),
@@ -54,11 +55,27 @@ class StudyBoard:
         self.started = clock()
         self.stopping = False
         self._done_at_start = self.steps_done
+        self._began: dict[str, float] = {}  # of the cells that a process works on
+        self._played_s = 0.0  # of processes that play no more
+        self._evaluated_s: list[float] = []
 
     def update(self, cell: Cell, standing: Standing, state: str | None = None) -> None:
         self.now[cell.name] = standing
-        if state is not None:
-            self.state[cell.name] = state
+        if state is None:
+            return
+        before, self.state[cell.name] = self.state[cell.name], state
+        seconds = self._seconds(cell.name)
+        if before == "playing":
+            self._played_s += seconds
+        elif before == "evaluating" and state == "complete":
+            self._evaluated_s.append(seconds)
+        self._began.pop(cell.name, None)
+        if state in WORKED_ON:
+            self._began[cell.name] = self.clock()
+
+    def _seconds(self, name: str) -> float:
+        """For how long the cell has been worked on by the process that does so now."""
+        return self.clock() - self._began[name] if name in self._began else 0.0
 
     @property
     def steps_done(self) -> int:
@@ -69,12 +86,34 @@ class StudyBoard:
         return self.clock() - self.started
 
     def eta(self) -> float | None:
-        """Seconds to go at the rate so far; steps of all arms count alike. None until something was done."""
+        """Seconds to go, at what a step and an evaluation have taken a process so far; steps of all arms count alike.
+        None until a step was done. Without the evaluations as long as none was seen to its end (`games_only`)."""
+        open_cells = [cell for name, cell in self.cells.items() if self.state[name] not in ("failed", "complete")]
+        steps_left = sum(max(0, cell.steps - self.now[cell.name].done) for cell in open_cells)
         done = self.steps_done - self._done_at_start
-        left = sum(
-            cell.steps - self.now[name].done for name, cell in self.cells.items() if self.state[name] != "failed"
-        )
-        return self.elapsed * left / done if done > 0 else None
+        if (steps_left and done <= 0) or (not steps_left and self.games_only):
+            return None
+        playing = [name for name in self._began if self.state[name] == "playing"]
+        played_s = self._played_s + sum(self._seconds(name) for name in playing)
+        left_s = played_s * steps_left / done if steps_left else 0.0
+        if self._evaluated_s:
+            mean_s = sum(self._evaluated_s) / len(self._evaluated_s)
+            for cell in open_cells:
+                so_far = self._seconds(cell.name) if self.state[cell.name] == "evaluating" else 0.0
+                left_s += max(0.0, mean_s - so_far)
+        return left_s / max(1, min(self.plan.processes, len(open_cells)))
+
+    @property
+    def games_only(self) -> bool:
+        """Whether the time left leaves out evaluations of which nobody knows yet how long they take."""
+        return self.plan.evaluate is not None and not self._evaluated_s
+
+    def time_left(self) -> str:
+        """For people; empty while nothing is known."""
+        eta = self.eta()
+        if eta is None or all(state in ("complete", "failed") for state in self.state.values()):
+            return ""
+        return f"{duration(eta)} left" + (" of the games" if self.games_only else "")
 
     def count(self, state: str) -> int:
         return sum(found == state for found in self.state.values())
@@ -138,9 +177,8 @@ class StudyLines:
     def _line(self, text: str) -> None:
         board = self.board
         self._last_line = board.clock()
-        eta = board.eta()
-        left = f", {duration(eta)} left" if eta is not None and board.steps_done < board.plan.steps else ""
-        done = f"{board.count('complete')}/{len(board.cells)}{left}"
+        left = board.time_left()
+        done = f"{board.count('complete')}/{len(board.cells)}{', ' if left else ''}{left}"
         print(f"{clock(board.elapsed):>5}  [{done}]  {text}", file=self._stream, flush=True)
 
 
@@ -193,7 +231,7 @@ def draw(board: StudyBoard, width: int) -> Panel:
     """The panel for the board's present state."""
     hint = "stopping at commit points; Ctrl-C again ends at once" if board.stopping else "Ctrl-C stops at commit points"
     parts: list[RenderableType] = [_progress(board), Text(), _grid(board)]
-    if playing := [cell for name, cell in board.cells.items() if board.state[name] in ("playing", "evaluating")]:
+    if playing := [cell for name, cell in board.cells.items() if board.state[name] in WORKED_ON]:
         parts += [Text(), _playing(board, playing, width)]
     return Panel(
         Padding(Group(*parts), (1, 2)),
@@ -218,8 +256,8 @@ def _progress(board: StudyBoard) -> Table:
     )
     if failed := board.count("failed"):
         facts.append(f"  {failed} failed", style="red")
-    if (eta := board.eta()) is not None:
-        facts.append(f"  {duration(eta)} left", style=QUIET)
+    if left := board.time_left():
+        facts.append(f"  {left}", style=QUIET)
     facts.append(f"  {clock(board.elapsed)}", style=QUIET)
     row.add_row(
         ProgressBar(

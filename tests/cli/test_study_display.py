@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from study_samples import SMALL, small
 
 from cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
 from pvg.study.cells import Standing
+from pvg.study.plan import Evaluate
 
 ROUND = ({"helpful_accuracy": 0.61},)
 
@@ -30,17 +32,48 @@ def board(clock: Clock) -> StudyBoard:
     return StudyBoard(plan, {cell.name: Standing("new") for cell in plan.cells}, clock)
 
 
-def test_the_time_left_is_that_of_the_steps_left_at_the_rate_so_far() -> None:
+def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_process() -> None:
     clock = Clock()
     shown = board(clock)
+    shown.plan = dataclasses.replace(shown.plan, processes=2)
     first, second, third, _ = shown.cells.values()
+    assert shown.eta() is None
+    shown.update(first, Standing("new"), "playing")
+    shown.update(second, Standing("new"), "playing")
     assert shown.eta() is None
     clock.now = 10.0
     shown.update(first, Standing("complete", done=16), "complete")
     shown.update(second, Standing("unfinished", 0, "train_prover", 4), "playing")
-    assert shown.eta() == 10.0 * (12 + 16 + 16) / 20
+    # 20 steps have taken two processes 10 s each; 12, 16 and 16 are left for both.
+    assert shown.eta() == 20.0 * (12 + 16 + 16) / 20 / 2
     shown.update(third, Standing("unfinished", reason="It broke."), "failed")  # nobody plays it on
-    assert shown.eta() == 10.0 * (12 + 16) / 20
+    assert shown.eta() == 20.0 * (12 + 16) / 20 / 2
+    assert shown.time_left() == "0:14 left"
+
+
+def test_evaluations_are_part_of_the_time_left_once_one_was_seen_to_its_end() -> None:
+    clock = Clock()
+    shown = board(clock)
+    shown.plan = dataclasses.replace(shown.plan, evaluate=Evaluate())
+    first, second, *_ = shown.cells.values()
+    shown.update(first, Standing("new"), "playing")
+    clock.now = 16.0
+    shown.update(first, Standing("played", done=16), "evaluating")
+    clock.now = 20.0
+    assert (shown.eta(), shown.time_left()) == (48.0, "0:48 left of the games")  # and does not grow meanwhile
+    clock.now = 26.0
+    shown.update(first, Standing("complete", done=16), "complete")
+    assert (shown.eta(), shown.time_left()) == (48.0 + 3 * 10.0, "1:18 left")
+    shown.update(second, Standing("new"), "playing")
+    clock.now = 42.0
+    shown.update(second, Standing("played", done=16), "evaluating")
+    clock.now = 46.0
+    assert shown.eta() == 32.0 + 6.0 + 2 * 10.0
+    clock.now = 99.0  # longer than the first
+    assert shown.eta() == 32.0 + 2 * 10.0
+    for cell in shown.cells.values():
+        shown.update(cell, Standing("complete", done=16), "complete")
+    assert shown.time_left() == ""
 
 
 def test_what_was_there_before_says_nothing_of_the_rate() -> None:
@@ -49,9 +82,10 @@ def test_what_was_there_before_says_nothing_of_the_rate() -> None:
         "src-seed-001": Standing("unfinished", 1, "mint", 8)
     }
     shown = StudyBoard(plan, now, clock)
+    shown.update(plan.cells[3], Standing("unfinished", 1, "mint", 8), "playing")
     clock.now = 6.0
     assert shown.eta() is None
-    shown.update(plan.cells[3], Standing("unfinished", 1, "train_prover", 12), "playing")
+    shown.update(plan.cells[3], Standing("unfinished", 1, "train_prover", 12))
     assert shown.eta() == 6.0
 
 
