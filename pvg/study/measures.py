@@ -274,19 +274,22 @@ def _evaluated() -> list[Measure]:
         )
         for kind in ("src", "cgc", "goodhart")
     ]
-    of_attacker = Measure(
-        "soundness_attack",
-        "soundness, attack",
-        "share",
-        True,
-        "A fresh src attacker's flaws that it refuses.",
-        of_evaluation("detection.sources[source=attack-src].soundness.value"),
-        parts=("detection", "exploit"),
-        attack="src",
-    )
+    attackers = [
+        Measure(
+            f"soundness_attack_{kind}",
+            f"soundness, {kind} attack",
+            "share",
+            True,
+            f"A fresh {kind} attacker's flaws that the round's verifier refuses.",
+            of_evaluation(f"detection.sources[source=attack-{kind}].soundness.value"),
+            parts=("detection", "exploit"),
+            attack=kind,
+        )
+        for kind in ("src", "cgc", "goodhart")
+    ]
     return [
         *attacks,
-        of_attacker,
+        *attackers,
         *_best_of_n(),
         *(
             Measure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
