@@ -76,6 +76,7 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
             "sources": [
                 {"source": "base", "soundness": {"value": 0.9}},
                 {"source": "round-001", "auc": {"value": 0.8}},
+                {"source": "attack-cgc", "soundness": {"value": 0.7}},
             ],
         },
         "calibration": None,
@@ -91,6 +92,8 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     assert read("completeness", told) == [None, Value(0.5)]
     assert read("soundness_base", told) == [None, Value(0.9)]
     assert read("soundness", told) == [None, None]
+    assert read("soundness_attack_cgc", told) == [None, Value(0.7)]
+    assert read("soundness_attack_src", told) == [None, None]
     assert read("detection_auc", told) == [None, Value(0.8)]
     assert read("calibration_error", told) == read("legibility_tax", told) == [None, None]
     assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, Value(200, censored=True)]
