@@ -51,7 +51,8 @@ def study(  # noqa: PLR0917  (each is an option)
     ] = None,
     runs: RunsOption = Path("runs"),
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown too.")
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown, or between the study's marks."),
     ] = None,
     only_table: Annotated[
         bool, typer.Option("--only-table", help="Play nothing: the table and the page of what is there.")
@@ -201,8 +202,6 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
 def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
     """Make the results of what is there, and write the document and the page."""
     from pvg.reporting.page.document import write_page
-    from pvg.store.atomic import write_output
-    from pvg.study.markdown import markdown_text
     from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
 
@@ -210,12 +209,23 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | 
     write_results(folder.results, results)
     write_page(folder.page, study_page(results))
     if markdown is not None:
-        try:
-            write_output(markdown, markdown_text(results).encode())
-        except OSError as error:
-            raise UsageError(f"{markdown} cannot be written: {error.strerror}.", "Name another file.") from error
-        say(f"Written to {markdown}.")
+        _write_markdown(markdown, results)
     return results
+
+
+def _write_markdown(path: Path, results: StudyResults) -> None:
+    """The tables as a file, or between the marks of a document that has them."""
+    from pvg.store.atomic import write_output
+    from pvg.study.markdown import markdown_text, placed
+
+    try:
+        document = path.read_text(encoding="utf-8") if path.is_file() else ""
+        write_output(path, placed(document, results.name, markdown_text(results)).encode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
+    except ValueError as error:  # a file that is no text either
+        raise UsageError(f"{path} was left as it was: {error}.", "Mend the marks, or name another file.") from error
+    say(f"Written to {path}.")
 
 
 def _tell(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:

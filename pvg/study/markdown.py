@@ -1,11 +1,38 @@
-"""The tables of a study as Markdown, for documents and papers."""
+"""The tables of a study as Markdown, for documents and papers.
+
+markdown_text(results)                     # the tables
+placed(document, results.name, tables)     # a document with the tables between its marks, the rest as it was
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pvg.reporting.figures import ABSENT
 from pvg.study.results import StudyResults
 from pvg.study.words import cautions, comparison_cells, counted, middle_text, range_text, spread_text, trend_cells
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What begins and ends the part of a document that the tables of study `name` replace."""
+    return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
+
+
+def placed(document: str, name: str, tables: str) -> str:
+    """`document` with `tables` between the marks of study `name`; without marks of any study, the tables alone.
+
+    Raises ValueError for a mark without the other, marks that are there twice, and marks of other studies alone.
+    """
+    begin, end = marks(name)
+    count = (document.count(begin), document.count(end))
+    if count == (0, 0):
+        if "<!-- study " in document:
+            raise ValueError(f"it has marks of another study, and none of {name}")
+        return tables
+    if count != (1, 1) or document.index(begin) > document.index(end):
+        raise ValueError(f"the marks {begin} and {end} are not there once each, in this order")
+    before, rest = document.split(begin)
+    return f"{before}{begin}\n\n{tables}\n{end}{rest.split(end)[1]}"
 
 
 def markdown_text(results: StudyResults) -> str:
@@ -14,6 +41,12 @@ def markdown_text(results: StudyResults) -> str:
     if results.about:
         parts.append(_escaped(results.about))
     parts += ["### Measures after the last round", _means(results)]
+    if rounds := _rounds(results):
+        parts += [
+            "### After each round",
+            "The mean, or of censored values the median, and the range over seeds.",
+            rounds,
+        ]
     if results.comparisons:
         parts += [f"### Against {results.reference}, paired by seed", _comparisons(results)]
     if trends := _trends(results):
@@ -36,6 +69,23 @@ def _means(results: StudyResults) -> str:
             told = [middle_text(measure, found), spread_text(measure, found), range_text(measure, found)]
             rows.append([measure.label, arm.name, f"{found.n} of {len(results.seeds)}", *told])
     return _table(head, rows)
+
+
+def _rounds(results: StudyResults) -> str:
+    by_round = [measure for measure in results.measures if measure.by_round]
+    found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
+    count = max((len(rounds) for *_, rounds in found), default=0)
+    if count < 2:
+        return ""
+    rows = []
+    for measure, arm, rounds in found:
+        cells = [middle_text(measure, summary) for summary in rounds]
+        ranges = [range_text(measure, summary) for summary in rounds]
+        told = [
+            cell if cell.endswith(range_) else f"{cell} ({range_})" for cell, range_ in zip(cells, ranges, strict=True)
+        ]
+        rows.append([measure.label, arm, *told, *[ABSENT] * (count - len(told))])
+    return _table(["measure", "arm", *(f"round {number}" for number in range(count))], rows)
 
 
 def _comparisons(results: StudyResults) -> str:

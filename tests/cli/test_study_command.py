@@ -72,8 +72,15 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     assert Path("runs/small/study.html").read_text().startswith("<!doctype html>")
     assert "| helpful accuracy | cgc | 2 of 2 | 65.0 % |" in Path("table.md").read_text()
 
-    again = pvg("study", small)
+    Path("paper.md").write_text("Ours.\n<!-- study small -->\n<!-- end of study small -->\nWords.\n")
+    again = pvg("study", small, "--markdown", "paper.md")
     assert (again.code, again.out) == (0, called.out)
+    assert Path("paper.md").read_text().startswith("Ours.\n<!-- study small -->\n\n## small\n")
+    assert Path("paper.md").read_text().endswith("<!-- end of study small -->\nWords.\n")
+    Path("paper.md").write_text("Ours.\n<!-- study small -->\nWords.\n")
+    refused = pvg("study", small, "--markdown", "paper.md")
+    assert (refused.code, Path("paper.md").read_text()) == (2, "Ours.\n<!-- study small -->\nWords.\n")
+    assert "paper.md was left as it was" in refused.err
     assert "to play" not in again.err
     assert len(Path("played.txt").read_text().splitlines()) == 4
 

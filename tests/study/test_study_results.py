@@ -12,7 +12,7 @@ from study_samples import SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import UsageError
 from pvg.study.cells import note_failure
-from pvg.study.markdown import markdown_text
+from pvg.study.markdown import markdown_text, placed
 from pvg.study.measures import EVALUATION
 from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
@@ -159,7 +159,25 @@ def test_figures_read_well() -> None:
     assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 |" in text
     assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
-    assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (7, 8)]
+    assert "| helpful accuracy | src | 43.0 % (40.0 to 46.0 %) | 63.0 % (60.0 to 66.0 %) |" in text
+    assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (5, 7, 8)]
+
+
+def test_tables_take_their_place_in_a_document_and_leave_the_rest() -> None:
+    assert placed("", "small", "tables\n") == placed("other text", "small", "tables\n") == "tables\n"
+    document = "# Mine\n\n<!-- study small -->\nold\n<!-- end of study small -->\n\nWords.\n"
+    once = placed(document, "small", "tables\n")
+    assert once == "# Mine\n\n<!-- study small -->\n\ntables\n\n<!-- end of study small -->\n\nWords.\n"
+    assert placed(once, "small", "tables\n") == once
+    with pytest.raises(ValueError, match="marks of another study, and none of other"):
+        placed(document, "other", "tables\n")
+    for wrong in (
+        document.replace("end of ", ""),
+        document + document,
+        "<!-- end of study small --><!-- study small -->",
+    ):
+        with pytest.raises(ValueError, match="not there once each"):
+            placed(wrong, "small", "tables\n")
 
 
 def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
