@@ -22,6 +22,7 @@ from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import Baseline, baseline_of, distance
 from pvg.evaluation.courses import check_attacks, check_protocol
 from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.notes import notes, notes_of_results
 from pvg.evaluation.parts import PARTS
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, write_report
 from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
@@ -229,6 +230,7 @@ async def assemble(study: Study, rounds: Sequence[int], wanted: Sequence[str]) -
             found.append(await _assemble_round(study, round_, baseline, stale))
     finally:
         study.computing = True
+    told += notes_of_results(found, study.experiment.evaluate.attack_error_rate)
     complete = all(found[round_].get(part.replace("-", "_")) is not None for round_ in rounds for part in wanted)
     there = [entry for entry in found if len(entry) > 2]
     return EvaluationReport.model_validate(
@@ -279,56 +281,3 @@ def _told(study: Study, baseline: Baseline | None) -> dict[str, Any] | None:
     confidence = study.experiment.evaluate.confidence
     points = [distance(name, reach, weights_BP, confidence) for name, reach in baseline.points]
     return {"source": baseline.source, "points": points}
-
-
-def notes(experiment: Experiment) -> list[str]:
-    """What a reader must know of this run's numbers."""
-    found = []
-    rollout = experiment.rollout
-    if rollout.top_p < 1.0 or rollout.top_k > 0:
-        found.append(
-            f"Solutions are sampled from a part of the distribution (rollout.top_p = {rollout.top_p}, rollout.top_k = "
-            f"{rollout.top_k}): the KL's estimate is biased."
-        )
-    if experiment.verifier.loss != "cross_entropy":
-        found.append(
-            f"verifier.loss = {experiment.verifier.loss!r} fixes no offset of a score: sigmoid(score) is no "
-            "probability. The fitted calibration is one as far as a straight line in the score goes."
-        )
-    if experiment.verifier.ensemble > 1:
-        found.append(
-            f"verifier.ensemble = {experiment.verifier.ensemble} members' scores are put together "
-            f"({experiment.verifier.aggregation}), and no loss has made a probability of sigmoid(that)."
-        )
-    return found + _notes_of_roles(experiment) + _notes_of_attacks(experiment)
-
-
-def _notes_of_roles(experiment: Experiment) -> list[str]:
-    share, found = experiment.game.sneaky_share, []
-    if share in (0.0, 1.0):
-        role = "sneaky" if share == 0.0 else "helpful"
-        found.append(
-            f"game.sneaky_share = {share} never trained the {role} role: what stands here of it is of a prover that "
-            "was trained for the other one alone."
-        )
-    if experiment.rollout.prompts == "plain":
-        found.append(
-            "rollout.prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky "
-            "solutions differ by chance alone, and a separability of 0.5 says nothing."
-        )
-    return found
-
-
-def _notes_of_attacks(experiment: Experiment) -> list[str]:
-    training, found = experiment.training, []
-    if training.schedule != "constant":
-        found.append(
-            f"training.schedule = {training.schedule!r} runs out over evaluate.attack_steps = "
-            f"{experiment.evaluate.attack_steps}: steps to exploit compare among attacks of that limit alone."
-        )
-    if experiment.rollout.group_deadline_s is not None or training.dynamic_sampling:
-        found.append(
-            "Attacks' batches may differ in size (rollout.group_deadline_s, training.dynamic_sampling), and the window "
-            "of an attack's criterion weighs them alike."
-        )
-    return found

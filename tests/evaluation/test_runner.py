@@ -18,9 +18,10 @@ from page_checks import check
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
 from pvg.evaluation.courses import attacker_experiment, check_attacks, check_protocol
+from pvg.evaluation.notes import notes, notes_of_results
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
-from pvg.evaluation.runner import Request, evaluate, notes
+from pvg.evaluation.runner import Request, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.experiment import Experiment, build_experiment
 from pvg.game.ledger import Ledger, check_same_code
@@ -237,6 +238,20 @@ def test_notes_say_what_a_reader_must_know() -> None:
     )
     for said in ("sneaky_share = 0.0", "prompts = 'plain'", "schedule = 'cosine'", "ensemble = 3", "bradley_terry"):
         assert said in told
+
+
+def test_an_attacker_that_could_not_keep_to_being_wrong_is_told_apart_from_one_that_did_not_convince() -> None:
+    def attack(kind: str, status: str, closest_gap: float | None) -> dict[str, object]:
+        return {"kind": kind, "status": status, "closest_gap": closest_gap}
+
+    rounds = [
+        {"round": 0, "exploit": [attack("src", "censored", None), attack("cgc", "censored", 0.2)]},
+        {"round": 1, "exploit": [attack("src", "no_signal", None), attack("cgc", "found", -0.1)]},
+        {"round": 2, "exploit": [attack("src", "censored", None)]},
+        {"round": 3},
+    ]
+    (told,) = notes_of_results(rounds, 0.95)
+    assert told.startswith("The src attacker of round 0, 2 was never wrong in 95 % of a window's solutions")
 
 
 def test_a_damaged_unit_is_named_and_can_be_removed(measured: RunDirectory, tmp_path: Path) -> None:
