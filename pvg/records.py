@@ -169,6 +169,11 @@ class Rollout:
         return checks is None or self.role is Role.HELPFUL or self.grade.correct or checks.certified
 
     @property
+    def solution(self) -> str:
+        """The text of what was graded: of a dialogue the prover's first turn (pvg.game.challenge)."""
+        return self.turns[0].text if self.turns else self.text
+
+    @property
     def is_flaw(self) -> bool:
         """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
         return self.role is Role.SNEAKY and not self.grade.correct and self.grade.well_formed and self.proven

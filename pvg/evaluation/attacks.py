@@ -128,6 +128,7 @@ def final_samples(study: Study, target: Target, kind: str) -> SampleSet:
         roles=(Role.SNEAKY,),
         size=study.experiment.evaluate.samples,
         policy=attack_digest(study, target, kind),
+        asking=target.round,
     )
 
 

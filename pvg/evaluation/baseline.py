@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pvg.errors import UsageError
 from pvg.evaluation.courses import course_experiment
 from pvg.evaluation.distance import reach
-from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.frozen_verifier import judged
 from pvg.evaluation.intervals import Float64, ratio
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
 from pvg.evaluation.study import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version
@@ -147,13 +147,10 @@ async def _trained(study: Study) -> list[Probe]:
     course = _course(study)
     if study.units.read(UNIT, course.digest) is None:
         study.begin(UNIT)
-        judge = FrozenVerifier(study, 0)  # its scores are recorded beside the rollouts; the reward does not read them
-        try:
+        with judged(study, 0) as judge:  # its scores are recorded beside the rollouts; the reward does not read them
             verifier = await judge.verifier()
             with opened(study, course) as session:
                 await train(session, course, verifier, (await judge.facts())["threshold"])
-        finally:
-            judge.close()
         study.units.write(UNIT, course.digest, list(course.kept))
 
     def read(steps: int) -> tuple[Mapping[str, Tensor], Adapter | None]:

@@ -1,17 +1,19 @@
 """What can be evaluated, and the settings that attackers and the baseline are trained with; loads no torch.
 
-check_protocol(experiment); check_attacks(experiment)      # before anything is sampled
+check_protocol(experiment, parts); check_attacks(experiment)      # before anything is sampled
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pvg.errors import ConfigurationError, UsageError
+from pvg.evaluation.parts import PARTS
 from pvg.experiment import Experiment, build_experiment
 from pvg.experiment_checks import reward_impossibilities
 from pvg.game.seeds import seed_for
+from pvg.protocol_checks import protocol_impossibilities
 
 KINDS = ("src", "cgc", "goodhart")
 
@@ -36,7 +38,7 @@ def course_experiment(
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
     final = valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})
-    if impossible := reward_impossibilities(final):
+    if impossible := [*reward_impossibilities(final), *protocol_impossibilities(final)]:
         raise ConfigurationError(
             f"No policy paid by {final.game.reward!r} can be trained with the run's settings: {impossible[0]}.",
             "Leave it out of evaluate.attacks: -s 'evaluate.attacks=[\"goodhart\"]', say.",
@@ -56,12 +58,13 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
     return course_experiment(experiment, "sneaky", game, training, place)
 
 
-def check_protocol(experiment: Experiment) -> None:
-    """Raises UsageError for games whose solutions are more than one turn of a prover asked for a solution."""
-    if experiment.game.protocol != "direct":
+def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
+    """Raises UsageError for the tax of a decoupled game, whose faithful role is not asked to be correct."""
+    if experiment.game.protocol == "decoupled" and "tax" in parts:
         raise UsageError(
-            f"pvg evaluate measures games of game.protocol = 'direct', and this one's is {experiment.game.protocol!r}.",
-            "Its rounds' own metrics are in: pvg report RUN",
+            "There is no legibility tax of game.protocol = 'decoupled': its faithful role is paid for keeping the "
+            "solver's answer, not for being correct (solver_accuracy and faithful are in the rounds' metrics).",
+            f"Ask for the others: --parts {','.join(part for part in PARTS if part != 'tax')}",
         )
 
 

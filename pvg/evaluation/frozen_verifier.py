@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from pvg.evaluation.study import Study, digest
+from pvg.experiment import Experiment
+from pvg.game.challenge import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.records import Float32, Rollout, source_of_round
+from pvg.rollout.episodes import Environment
 from pvg.verifier.protocol import Judge
 from pvg.verifier.scorer import VerifierScorer
 
@@ -30,6 +34,10 @@ class FrozenVerifier:
             self._verifier, self._threshold = await open_round_verifier(self._study, self.round)
             self._scorer = self._study.players.scorer(self._verifier)
         return self._verifier
+
+    async def fresh_scorer(self) -> VerifierScorer:
+        """One that remembers nothing, so that what it scores beside what depends on no earlier call."""
+        return self._study.players.scorer(await self.verifier())
 
     async def facts(self) -> dict[str, Any]:
         """The verifier's version, and the score from which it accepts."""
@@ -60,3 +68,28 @@ class FrozenVerifier:
         if self._verifier is not None:
             self._verifier.close()
             self._verifier = self._scorer = None
+
+
+@contextmanager
+def judged(study: Study, round_: int) -> Iterator[FrozenVerifier]:
+    """The verifier of a round: the one that is open already, or one that is closed at the end."""
+    if (judge := study.judges.get(round_)) is not None:
+        yield judge
+        return
+    judge = study.judges[round_] = FrozenVerifier(study, round_)
+    try:
+        yield judge
+    finally:
+        del study.judges[round_]
+        judge.close()
+
+
+def verifier_asks(experiment: Experiment) -> bool:
+    """Whether samples depend on a verifier: a challenge game in which it chooses what to ask about."""
+    return experiment.game.protocol == "challenge" and experiment.game.challenge == "weakest"
+
+
+async def questions(study: Study, asking: FrozenVerifier) -> Environment | None:
+    """What asks about the steps of solutions that are sampled next; None but in a challenge game."""
+    scorer = await asking.fresh_scorer() if verifier_asks(study.experiment) else None
+    return environment_of(study, scorer)

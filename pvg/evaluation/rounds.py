@@ -70,7 +70,7 @@ async def base_samples(study: Study) -> list[Rollout]:
 def round_set(study: Study, round_: int) -> SampleSet:
     """Both roles of a round's prover on the test problems."""
     name, size = source_of_round(round_), study.experiment.evaluate.samples
-    return SampleSet(name, round_, study.test_problems(), BOTH, size, study.ledger.players_of(round_))
+    return SampleSet(name, round_, study.test_problems(), BOTH, size, study.ledger.players_of(round_), round_)
 
 
 async def round_samples(study: Study, round_: int) -> list[Rollout]:
@@ -118,7 +118,8 @@ class RoundParts:
 
     def _reference_set(self) -> SampleSet:
         pool, size = self.study.prover_problems(), self.section.samples
-        return SampleSet(f"reference-{self.source}", self.round, pool, (Role.HELPFUL,), size, self.judge.digest)
+        name, round_ = f"reference-{self.source}", self.round
+        return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.judge.digest, round_)
 
     async def _reference(self) -> Scored:
         wanted = self._reference_set()
@@ -283,15 +284,14 @@ class RoundParts:
         chosen = flawed(task, rollouts, self.study.test_problems(), self.section.localisation_solutions)
         encode = self.study.players.base.tokenizer.encode
         prefixes = [
-            replace(
-                rollout, id=f"{rollout.id}/{end}", text=rollout.text[:end], completion_ids=encode(rollout.text[:end])
-            )
+            replace(rollout, id=f"{rollout.id}/{end}", text=text[:end], completion_ids=encode(text[:end]), turns=())
             for rollout, _, _ in chosen
-            for end in (0, *task.cuts(rollout.text))
+            for text in (rollout.solution,)
+            for end in (0, *task.cuts(text))
         ]
         limits = digest(digest_of(self.study, round_set(self.study, self.round)), len(chosen))
         scores_N = await self.judge.scores(f"prefixes-{self.source}", prefixes, limits)
-        lengths = [1 + len(task.cuts(rollout.text)) for rollout, _, _ in chosen]
+        lengths = [1 + len(task.cuts(rollout.solution)) for rollout, _, _ in chosen]
         split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
         return await self._compute(lambda: measures.localisation(split, flaws, places, self.section, self._draws))
@@ -346,8 +346,8 @@ def flawed(
     for rollout in rollouts:
         if not rollout.is_flaw:
             continue
-        flaw = task.flaw(pool[places[rollout.problem_id]], rollout.text)
-        if flaw is None or not 0 <= flaw < len(task.cuts(rollout.text)):
+        flaw = task.flaw(pool[places[rollout.problem_id]], rollout.solution)
+        if flaw is None or not 0 <= flaw < len(task.cuts(rollout.solution)):
             continue
         turn = seen[rollout.problem_id] = seen.get(rollout.problem_id, -1) + 1
         found.append((turn, places[rollout.problem_id], rollout, flaw))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from pvg.errors import PvgError, TrainingDivergedError, UsageError
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import Baseline, baseline_of, distance
 from pvg.evaluation.courses import check_attacks, check_protocol
-from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.frozen_verifier import judged
 from pvg.evaluation.notes import notes, notes_of_results
 from pvg.evaluation.parts import PARTS
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, write_report
@@ -29,11 +29,13 @@ from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap,
 from pvg.evaluation.samples import recover
 from pvg.evaluation.study import MOST_ROUNDS, Missing, Reading, Study
 from pvg.experiment import Experiment
+from pvg.game.asked import asked_in
 from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
-from pvg.game.roles import prompt_renderer
 from pvg.game.server_notices import ServerNotices
 from pvg.game.session import InterruptedByUser
+from pvg.game.solver import solutions_of
+from pvg.game.states import Phase
 from pvg.store.atomic import make_directory
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -72,7 +74,7 @@ async def evaluate(
     does not fit, ConfigurationError for what could not be trained; what a part raises surfaces with everything
     finished intact."""
     started = time.perf_counter()
-    check_protocol(experiment)
+    check_protocol(experiment, request.parts)
     reading = Reading.open(run)
     check_same_code(reading.state, experiment)
     rounds = chosen_rounds(reading, run, request.rounds)
@@ -131,13 +133,17 @@ async def open_study(
     servers = [serving.servers, serving.verifier_servers, serving.reference_servers]
     with span("open_models"):
         task = open_task(experiment.task)
+        if isinstance(task, AbstractContextManager):
+            stack.enter_context(task)
         notices = ServerNotices(log, observer.noticed, servers)
         players = Players(experiment, task, notices, run=reading.directory.name)
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
         tracer.use_device_clock(CudaClock())
-    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
-    study = Study(experiment, reading, players, task, render, observer, stop, tracer, folder, log, code_version())
+    asked = asked_in(experiment, players.base.tokenizer)
+    if asked.translate is not None:
+        asked.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
+    study = Study(experiment, reading, players, task, asked, observer, stop, tracer, folder, log, code_version())
     if removed := recover(study):
         observer.noticed(f"Removed {removed} unfinished or outdated files of an earlier evaluation.")
     with span("sync"):
@@ -195,11 +201,8 @@ def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
 
 @contextmanager
 def _judged(study: Study, round_: int) -> Iterator[RoundParts]:
-    judge = FrozenVerifier(study, round_)
-    try:
+    with judged(study, round_) as judge:
         yield RoundParts(study, judge)
-    finally:
-        judge.close()
 
 
 async def _baseline(study: Study, run: RunDirectory | None) -> Baseline:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pvg.evaluation.frozen_verifier import judged, questions, verifier_asks
 from pvg.evaluation.intervals import Ints
 from pvg.evaluation.study import Study, committed_shards, digest, read_json
 from pvg.game.seeds import seed_for
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
+from pvg.rollout.episodes import Environment
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.shards import ShardInfo
 from pvg.telemetry.observer import PhaseInfo, Progress
@@ -29,7 +31,8 @@ MANIFESTS = "samples"
 @dataclass(frozen=True)
 class SampleSet:
     """What to sample: `size` solutions of each problem in each role. `policy` is a digest of the writer, `name` its
-    own in the evaluation; `round` says where its shards lie and what the display shows."""
+    own in the evaluation; `round` says where its shards lie and what the display shows. In a challenge game the
+    verifier of round `asking` asks about their steps; what a later one scores are the same dialogues."""
 
     name: str
     round: int
@@ -37,6 +40,7 @@ class SampleSet:
     roles: tuple[Role, ...]
     size: int
     policy: str
+    asking: int = 0
 
     @property
     def rollouts(self) -> int:
@@ -46,7 +50,8 @@ class SampleSet:
 def digest_of(study: Study, wanted: SampleSet) -> str:
     ids = [problem.id for problem in wanted.problems]
     roles = [role.value for role in wanted.roles]
-    return digest("samples", study.config, wanted.name, wanted.policy, ids, roles, wanted.size)
+    asking = [study.ledger.players_of(wanted.asking)] if verifier_asks(study.experiment) else []
+    return digest("samples", study.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
 
 
 async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
@@ -63,14 +68,15 @@ async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[
         info = PhaseInfo(wanted.round, study.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
         study.observer.phase_started(info)
         await load()
-        for number in range(len(shards), len(chunks)):
-            rollouts = await _sample(study, wanted, number, chunks[number])
-            label = f"{wanted.name}-{for_[:8]}-{number:05d}"
-            shards.append(study.shards.write(wanted.round, label, rollouts))
-            _write_manifest(study, wanted.name, for_, shards)
-            done += len(rollouts)
-            study.observer.progressed(Progress(done, _told(rollouts)))
-            study.check_stop()
+        with judged(study, wanted.asking) as asking:
+            for number in range(len(shards), len(chunks)):
+                rollouts = await _sample(study, wanted, number, chunks[number], await questions(study, asking))
+                label = f"{wanted.name}-{for_[:8]}-{number:05d}"
+                shards.append(study.shards.write(wanted.round, label, rollouts))
+                _write_manifest(study, wanted.name, for_, shards)
+                done += len(rollouts)
+                study.observer.progressed(Progress(done, _told(rollouts)))
+                study.check_stop()
         study.observer.phase_finished(info, {})
     return [rollout for shard in shards for rollout in study.shards.read(shard)]
 
@@ -91,7 +97,9 @@ def _chunks(study: Study, wanted: SampleSet) -> list[Sequence[Problem]]:
     return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
 
 
-async def _sample(study: Study, wanted: SampleSet, number: int, problems: Sequence[Problem]) -> list[Rollout]:
+async def _sample(
+    study: Study, wanted: SampleSet, number: int, problems: Sequence[Problem], environment: Environment | None
+) -> list[Rollout]:
     first = sum(len(chunk) for chunk in _chunks(study, wanted)[:number])
     orders = [
         study.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
@@ -105,6 +113,7 @@ async def _sample(study: Study, wanted: SampleSet, number: int, problems: Sequen
         step=number,
         seed=seed_for(study.seed, "evaluate", wanted.name, number),
         prefix=f"evaluate/{wanted.name}/{number:05d}",
+        environment=environment,
     )
     return [rollout for group in groups for rollout in group.rollouts]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,13 @@ import orjson
 
 from pvg.errors import StateError
 from pvg.experiment import Experiment
+from pvg.game.asked import Asked
+from pvg.game.ledger import shards_of
 from pvg.game.players import Players
-from pvg.game.roles import Render
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
-from pvg.records import Problem, source_of_round
+from pvg.records import Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.store.atomic import DamagedFileError, make_directory, remove_temporaries, temporary_beside, write_atomic
 from pvg.store.checkpoints import META_FILE, read_checkpoint
@@ -38,6 +39,8 @@ from pvg.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pvg.evaluation.frozen_verifier import FrozenVerifier
 
 # Raised where a measure's definition changes: what an older pvg computed is then stale.
 DEFINITIONS = 1
@@ -85,6 +88,12 @@ class Reading:
 
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return read_checkpoint(self.directory.weights, name)
+
+    def read_rollouts(self, round_: int, phase: str) -> Iterator[Rollout]:
+        """Those of a finished phase, in the order they were sampled."""
+        shards = RolloutShards(self.directory.path)
+        for info in shards_of(self.state, round_, phase):
+            yield from shards.read(info)
 
     def players_of(self, round_: int) -> str:
         """A digest of the players that a round has left: their checksums, read from what lies beside the tensors."""
@@ -146,7 +155,7 @@ class Study:
     ledger: Reading
     players: Players
     task: Task
-    render: Render
+    asked: Asked
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
@@ -156,6 +165,7 @@ class Study:
     computing: bool = True  # False: what is not on the disk is Missing
     units: Units = field(init=False)
     shards: RolloutShards = field(init=False)
+    judges: dict[int, FrozenVerifier] = field(default_factory=dict)  # those that are open, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -198,8 +208,8 @@ class Study:
             self._problems[kind] = [pool[index] for index in chosen]
         return self._problems[kind]
 
-    def order(self, problem: Problem, role: Any, group: int, size: int) -> GroupOrder:
-        return GroupOrder(problem=problem, role=role, prompt_ids=self.render(problem, role), group=group, size=size)
+    def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
+        return self.asked.order(problem, role, group, size)
 
 
 def first_version(ordinal: int) -> int:

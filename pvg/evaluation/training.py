@@ -79,7 +79,7 @@ def opened(study: Study, course: Course) -> Iterator[Session]:
             study.observer.noticed(elsewhere)
         watcher = Renamed(study.observer, course.phase, course.unit)
         yield Session(
-            course.experiment, study.task, ledger, study.players, study.render, watcher, study.stop, study.tracer
+            course.experiment, study.task, ledger, study.players, study.asked, watcher, study.stop, study.tracer
         )
     finally:
         ledger.close()

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
+from pvg.experiment import Experiment
+from pvg.game.players import Players
 from pvg.game.seeds import generator_for
-from pvg.game.session import Session
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Grade, Int32, Problem, Role, Rollout, VersionSpan
 from pvg.rollout.episodes import Environment, Observation, Transcript
@@ -34,7 +36,23 @@ MOST_QUOTED = 160  # characters of a step that a question quotes: pvg.rollout.ep
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 
 
-def environment_of(session: Session, scorer: Scorer | None) -> Challenges | None:
+class Plays(Protocol):
+    """What asking takes: a Session has it, and so has a run that is evaluated."""
+
+    @property
+    def experiment(self) -> Experiment: ...
+
+    @property
+    def players(self) -> Players: ...
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def environment_of(session: Plays, scorer: Scorer | None) -> Challenges | None:
     """That of the session's protocol; None where a rollout is one turn. `scorer`: of the verifier that asks; None:
     there is none yet."""
     experiment = session.experiment

@@ -137,7 +137,7 @@ class Ledger:
     def _write_manifest(self, after: GameState, metrics: Mapping[str, float | None]) -> None:
         """Before the state is committed: a process killed in between finishes the phase, and writes it, once more."""
         before = self.state
-        own = [info.path for info in self._shards_of(after, before.round, before.phase.value)]
+        own = [info.path for info in shards_of(after, before.round, before.phase.value)]
         earlier = before.progress.get("weights", ())  # of the phase, that an earlier commit of it named
         write_manifest(
             self.directory,
@@ -169,12 +169,7 @@ class Ledger:
 
     def shards(self, round_: int, phase: str) -> list[ShardInfo]:
         """The committed shards of one phase, in the order they were written."""
-        return self._shards_of(self.state, round_, phase)
-
-    @staticmethod
-    def _shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:
-        found = [ShardInfo.from_plain(plain) for plain in state.shards]
-        return [info for info in found if info.round == round_ and info.label.startswith(f"{phase}-")]
+        return shards_of(self.state, round_, phase)
 
     def _shard_label(self) -> str:
         phase = self.state.phase.value
@@ -264,3 +259,9 @@ def check_same_configuration(state: GameState, experiment: Experiment) -> None:
             f"The configuration differs from the one this run was started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
+
+
+def shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:
+    """The shards of one phase that `state` commits, in the order they were written."""
+    found = [ShardInfo.from_plain(plain) for plain in state.shards]
+    return [info for info in found if info.round == round_ and info.label.startswith(f"{phase}-")]

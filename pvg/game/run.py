@@ -21,11 +21,11 @@ import numpy as np
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment
+from pvg.game.asked import asked_in
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner, train_prover
-from pvg.game.roles import prompt_renderer, translation_renderer
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.server_notices import ServerNotices
 from pvg.game.session import InterruptedByUser, Session
@@ -135,12 +135,10 @@ async def open_session(
             tracer.use_device_clock(CudaClock())
         if elsewhere := ledger.played_on(players.machine):
             observer.noticed(elsewhere)
-        render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
-        session = Session(experiment, task, ledger, players, render, observer, stop, tracer)
-        if experiment.game.protocol == "decoupled":
-            session.translate = translation_renderer(experiment.rollout.prompts, players.base.tokenizer)
-            if ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
-                session.solutions = await read_solutions(session)
+        asked = asked_in(experiment, players.base.tokenizer)
+        session = Session(experiment, task, ledger, players, asked, observer, stop, tracer)
+        if asked.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.SOLVE):
+            asked.solutions = await read_solutions(session)
         check_prompts_fit(session)
     with span("sync"):
         await players.ready(scoring=scoring)
@@ -185,8 +183,8 @@ def check_prompts_fit(session: Session) -> None:
                 f"The task has no training problems for the {half}.", "Raise task.problems or task.limit."
             )
         problem = max(problems, key=lambda p: len(p.question))
-        longest = max(longest, *(len(session.render(problem, role)) for role in Role))
-        if (translate := session.translate) is not None:  # with a solution as long as any may be
+        longest = max(longest, *(len(session.asked.render(problem, role)) for role in Role))
+        if (translate := session.asked.translate) is not None:  # with a solution as long as any may be
             empty = max(len(translate(problem, role, "")) for role in Role)
             longest = max(longest, empty + experiment.rollout.max_tokens)
     if not session.test_problems():

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pvg.errors import StateError
 from pvg.experiment import Experiment
+from pvg.game.asked import Asked
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
-from pvg.game.roles import Render, Translate
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.states import GameState
-from pvg.records import Group, Half, Problem, Role, SolverSolution
+from pvg.records import Group, Half, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
@@ -43,12 +42,10 @@ class Session:
     task: Task
     ledger: Ledger
     players: Players
-    render: Render
+    asked: Asked
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
-    translate: Translate | None = None  # of the decoupled game
-    solutions: Mapping[str, SolverSolution] | None = None  # by problem id, once they are there
     monitoring: Monitoring | None = None
     phase_metrics: dict[str, float | None] = field(default_factory=dict)  # of the newest finished phase
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
@@ -80,14 +77,7 @@ class Session:
         return [pool[i] for i in draw_cyclic(len(pool), start, size, seed_for(self.seed, place, half))]
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
-        """Of solutions; once a solver has solved the problems (the decoupled game), of translations of its solution."""
-        if self.solutions is None or self.translate is None:
-            return GroupOrder(problem, role, self.render(problem, role), group, size)
-        if (solution := self.solutions.get(problem.id)) is None:
-            raise StateError(
-                f"The solver of this run has not solved {problem.id}.", "Start a new run: its task has changed."
-            )
-        return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
+        return self.asked.order(problem, role, group, size)
 
     # --- telling -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ async def solve(session: Session) -> None:
         session.report_step(info, min((number + 1) * size, len(problems)), metrics)
         await session.commit(step=number + 1, version=version)
     with span("record"):
-        session.solutions = await read_solutions(session)
+        session.asked.solutions = await read_solutions(session)
         solved = await session.ledger.read_rollouts(0, Phase.SOLVE.value)
     seconds = time.perf_counter() - started
     metrics = sample_metrics(solved, seconds)
@@ -89,7 +89,11 @@ async def _sample(session: Session, problems: list[Problem], number: int) -> lis
 
 async def read_solutions(session: Session) -> dict[str, SolverSolution]:
     """By problem id, as committed."""
-    solved = await session.ledger.read_rollouts(0, Phase.SOLVE.value)
+    return solutions_of(await session.ledger.read_rollouts(0, Phase.SOLVE.value))
+
+
+def solutions_of(solved: Iterable[Rollout]) -> dict[str, SolverSolution]:
+    """By problem id, of the rollouts of the phase."""
     return {
         r.problem_id: SolverSolution(r.id, r.text, r.grade.answer, r.grade.correct, r.grade.well_formed) for r in solved
     }

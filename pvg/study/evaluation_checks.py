@@ -54,7 +54,7 @@ def refuse_unmeasured(
     asked = parts or PARTS
     for name, experiment in arms.items():
         try:
-            check_protocol(experiment)
+            check_protocol(experiment, asked)
             if "exploit" in asked:
                 check_attacks(experiment)
         except PvgError as error:

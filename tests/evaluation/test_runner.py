@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import check
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
-from pvg.evaluation.courses import attacker_experiment, check_attacks, check_protocol
+from pvg.evaluation.courses import attacker_experiment, check_attacks
 from pvg.evaluation.notes import notes, notes_of_results
 from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
@@ -306,16 +306,6 @@ def test_probes_lie_between_batches_and_end_with_the_training() -> None:
     assert probe_steps(60, 6, 1) == (10, 20, 30, 40, 50, 60)
     assert probe_steps(10, 3, 4) == (4, 10)
     assert probe_steps(2, 6, 1) == (1, 2)
-
-
-@pytest.mark.parametrize("protocol", ["decoupled", "challenge"])
-def test_games_of_other_protocols_are_refused(protocol: str) -> None:
-    """Their solutions are translations, or dialogues: sampled as plain ones they would be measured as what they are
-    not."""
-    changed_ = {"protocol": protocol, "reward": "cgc"}
-    with pytest.raises(UsageError, match=protocol):
-        check_protocol(changed(evaluated_experiment(), game=changed_))
-    check_protocol(evaluated_experiment())
 
 
 def test_what_an_attack_is_judged_by_is_not_chosen_by_a_curriculum() -> None:

@@ -28,10 +28,10 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment
+from pvg.game.asked import asked_in
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.prover_phase import ProverPhase, open_learner
-from pvg.game.roles import prompt_renderer
 from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -224,7 +224,7 @@ def open_bench_session(
     stack.callback(ledger.close)
     players = Players(experiment, task, ledger.log, executor, opener=opener)
     stack.push_async_callback(players.close)
-    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
-    session = BenchSession(experiment, task, ledger, players, render, SilentObserver(), asyncio.Event(), Tracer())
+    asked = asked_in(experiment, players.base.tokenizer)
+    session = BenchSession(experiment, task, ledger, players, asked, SilentObserver(), asyncio.Event(), Tracer())
     check_prompts_fit(session)
     return session

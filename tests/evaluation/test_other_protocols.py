@@ -1,0 +1,185 @@
+"""`evaluate` on a challenge game, whose solutions are dialogues, and on a decoupled one, whose are translations."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from evaluation_drill import evaluated_experiment
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
+from test_runner import changed, copy_of, evaluated, played
+
+from pvg.errors import ConfigurationError, UsageError
+from pvg.evaluation.courses import check_attacks, check_protocol
+from pvg.evaluation.parts import PARTS
+from pvg.evaluation.report import REPORT_FILE
+from pvg.evaluation.study import Reading, committed_shards
+from pvg.experiment import Experiment
+from pvg.game.challenge import Challenges
+from pvg.game.players import Players
+from pvg.game.round_verifier import read_verifier, verifier_weights_name
+from pvg.records import Role, Rollout
+from pvg.rollout.episodes import Transcript
+from pvg.store.checkpoints import read_checkpoint
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
+from pvg.tasks import open_task
+
+OTHERS = tuple(part for part in PARTS if part != "tax")
+
+
+def samples_of(run: RunDirectory) -> dict[str, list[Rollout]]:
+    """What an evaluation has sampled, by the name of the set."""
+    shards = RolloutShards(run.evaluation)
+    found = {}
+    for path in (run.evaluation / "samples").glob("*.json"):
+        infos = committed_shards([orjson.loads(path.read_bytes())])
+        found[path.stem] = [rollout for info in infos for rollout in shards.read(info)]
+    return found
+
+
+def unit(run: RunDirectory, name: str) -> Any:
+    return orjson.loads((run.evaluation / "units" / f"{name}.json").read_bytes())["result"]
+
+
+def report(run: RunDirectory) -> Mapping[str, Any]:
+    plain = orjson.loads((run.evaluation / REPORT_FILE).read_bytes())
+    return {key: value for key, value in plain.items() if key not in ("created", "code_version", "run")}
+
+
+# --- challenge -------------------------------------------------------------------------------------------------------
+
+
+def asking() -> Experiment:
+    return changed(
+        evaluated_experiment(),
+        game={"protocol": "challenge", "challenge": "weakest", "rounds": 2, "reward": "cgc", "cgc_floor": -90.0},
+        models={"prover": {"source": "embedded:modchain-dialogue"}},
+        evaluate={"attacks": ["cgc"], "attack_cgc_floor": -90.0},
+    )
+
+
+@pytest.fixture(scope="module")
+def challenged(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    root = tmp_path_factory.mktemp("challenged")
+    run = played(root, "whole", asking())
+    outcome, _ = evaluated(run, asking())
+    assert (outcome.status, outcome.report.status) == ("complete", "complete")
+    return run
+
+
+def test_every_sample_of_a_challenge_game_is_a_dialogue(challenged: RunDirectory) -> None:
+    found = samples_of(challenged)
+    assert {"base", "round-000", "round-001", "reference-round-001", "attack-round-001-cgc"} <= found.keys()
+    for name, rollouts in found.items():
+        asked = [rollout for rollout in rollouts if rollout.turns]
+        assert len(asked) > len(rollouts) / 2, name  # a solution that was cut off is asked nothing
+        for rollout in asked:
+            assert [turn.sampled for turn in rollout.turns] == [True, False, True]
+            assert rollout.solution == rollout.turns[0].text
+            assert rollout.text.startswith(rollout.solution + rollout.turns[1].text)
+
+
+def test_the_verifier_of_the_samples_round_asks(challenged: RunDirectory) -> None:
+    """The base's dialogues are of round 0's verifier, and every later one scores the same."""
+    experiment, found = asking(), samples_of(challenged)
+    task = open_task(experiment.task)
+    players = Players(experiment, task)
+    try:
+        agreeing = {
+            (name, round_): _asked_as_by(players, challenged, round_, found[name])
+            for name in ("base", "round-001", "attack-round-001-cgc")
+            for round_ in (0, 1)
+        }
+    finally:
+        asyncio.run(players.close())
+    assert agreeing["base", 0] == agreeing["round-001", 1] == agreeing["attack-round-001-cgc", 1] == 1.0
+    assert min(agreeing["base", 1], agreeing["round-001", 0]) < 1.0
+
+
+def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: list[Rollout]) -> float:
+    """The share of questions that round `round_`'s verifier would have asked too."""
+    verifier, _ = read_verifier(players, lambda name: read_checkpoint(run.weights, name), verifier_weights_name(round_))
+    problems = {problem.id: problem for split in ("train", "test") for problem in players.task.problems(split)}
+    asked = [rollout for rollout in rollouts if rollout.turns]
+    transcripts = [
+        Transcript(r.id, problems[r.problem_id], r.prompt_ids, r.completion_ids[: r.turns[1].start], 0, 0, True)
+        for r in asked
+    ]
+    try:
+        environment = Challenges(players.task, players.base.tokenizer, "tag", players.scorer(verifier), 0, 16)
+        questions = asyncio.run(environment.observe(transcripts))
+    finally:
+        verifier.close()
+    return float(np.mean([q is not None and q.text == r.turns[1].text for q, r in zip(questions, asked, strict=True)]))
+
+
+def test_what_a_question_holds_is_not_the_provers(challenged: RunDirectory) -> None:
+    """KL and its tokens are of what was sampled, and flaws are located in the solution."""
+    helpful = [rollout for rollout in samples_of(challenged)["round-001"] if rollout.role is Role.HELPFUL]
+    reach = unit(challenged, "reach-round-001")
+    assert sum(reach["tokens"]) == sum(rollout.sampled_tokens for rollout in helpful)
+    assert sum(reach["tokens"]) < sum(len(rollout.completion_ids) for rollout in helpful)
+    rounds = report(challenged)["rounds"]
+    assert all(0 < found["localisation"]["solutions"] <= 6 for found in rounds)
+    assert all(found["tax"]["policy"]["kl"]["value"] is not None for found in rounds)
+
+
+def test_stopped_and_gone_on_with_it_ends_alike(challenged: RunDirectory, tmp_path: Path) -> None:
+    run = copy_of(challenged, tmp_path)
+    for path in sorted(run.evaluation.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    for phase in ("samples", "baseline", "attack, steps of cgc"):
+        outcome, _ = evaluated(run, asking(), until=phase)
+        assert outcome.status == "interrupted"
+    outcome, _ = evaluated(run, asking())
+    assert outcome.status == "complete"
+    assert report(run) == report(challenged)
+
+
+# --- decoupled -------------------------------------------------------------------------------------------------------
+
+
+def translating(attacks: list[str]) -> Experiment:
+    return changed(
+        evaluated_experiment(),
+        game={"protocol": "decoupled", "reward": "decoupled"},
+        models={"prover": {"source": "embedded:modchain-dialogue"}},
+        evaluate={"attacks": attacks, "attack_cgc_floor": -90.0},
+    )
+
+
+def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_path: Path) -> None:
+    experiment = translating(["cgc", "goodhart"])
+    run = played(tmp_path, "tiny", experiment)
+    with pytest.raises(UsageError, match=r"no legibility tax of game\.protocol = 'decoupled'"):
+        evaluated(run, experiment)
+    assert not (run.evaluation / REPORT_FILE).exists()
+    outcome, _ = evaluated(run, experiment, parts=OTHERS)
+    assert (outcome.status, outcome.report.status) == ("complete", "complete")
+    (found,) = report(run)["rounds"]
+    assert [attack["kind"] for attack in found["exploit"]] == ["cgc", "goodhart"]
+    solved = {rollout.problem_id: rollout for rollout in Reading.open(run).read_rollouts(0, "solve")}
+    for name, rollouts in samples_of(run).items():
+        for rollout in rollouts:
+            own, solver = solved[rollout.problem_id], rollout.solver
+            assert solver is not None, name
+            assert (solver.id, solver.text) == (own.id, own.text)
+            assert rollout.kept_answer == (rollout.grade.answer is not None and rollout.grade.answer == solver.answer)
+
+
+def test_what_no_translator_can_be_paid_is_refused_before_anything_is_sampled() -> None:
+    check_attacks(translating(["cgc", "goodhart"]))
+    with pytest.raises(ConfigurationError, match=r"'src' .*decoupled"):
+        check_attacks(translating(["src", "cgc"]))
+    check_protocol(translating(["cgc"]), OTHERS)
+    check_protocol(asking(), PARTS)
+    with pytest.raises(UsageError, match="legibility tax"):
+        check_protocol(translating(["cgc"]), PARTS)
