@@ -56,12 +56,14 @@ def evaluate(
 
     Ctrl-C stops at a commit point; the same command goes on from there.
     """
+    from pvg.evaluation.courses import default_parts
     from pvg.evaluation.parts import parse_parts, parse_rounds
     from pvg.store.run_directory import RunDirectory
 
-    wanted, numbers = parse_parts(parts), parse_rounds(rounds)
+    named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
     experiment = _experiment(run, overrides or [])
+    wanted = default_parts(experiment) if named is None else named
     other = None if baseline is None else RunDirectory.open(baseline, runs)
     _refuse_early(run)
     from pvg.evaluation.runner import Request

@@ -85,6 +85,8 @@ def study(  # noqa: PLR0917  (each is an option)
         return
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
+    if markdown is not None:
+        _placed(markdown, plan.name, "")  # before hours are spent
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
@@ -216,16 +218,25 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | 
 def _write_markdown(path: Path, results: StudyResults) -> None:
     """The tables as a file, or between the marks of a document that has them."""
     from pvg.store.atomic import write_output
-    from pvg.study.markdown import markdown_text, placed
+    from pvg.study.markdown import markdown_text
 
     try:
-        document = path.read_text(encoding="utf-8") if path.is_file() else ""
-        write_output(path, placed(document, results.name, markdown_text(results)).encode())
+        write_output(path, _placed(path, results.name, markdown_text(results)).encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
+    say(f"Written to {path}.")
+
+
+def _placed(path: Path, name: str, tables: str) -> str:
+    """What the file is to hold. Raises UsageError where it is somebody's document without a place for tables."""
+    from pvg.study.markdown import placed
+
+    try:
+        return placed(path.read_bytes().decode() if path.is_file() else "", name, tables)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", "Name another file.") from error
     except ValueError as error:  # a file that is no text either
         raise UsageError(f"{path} was left as it was: {error}.", "Mend the marks, or name another file.") from error
-    say(f"Written to {path}.")
 
 
 def _tell(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:

@@ -58,6 +58,7 @@ class StudyBoard:
         self._began: dict[str, float] = {}  # of the cells that a process works on
         self._played_s = 0.0  # of processes that play no more
         self._evaluated_s: list[float] = []
+        self._from_the_start: set[str] = set()  # cells whose evaluation no earlier process has begun
 
     def update(self, cell: Cell, standing: Standing, state: str | None = None) -> None:
         self.now[cell.name] = standing
@@ -67,11 +68,13 @@ class StudyBoard:
         seconds = self._seconds(cell.name)
         if before == "playing":
             self._played_s += seconds
-        elif before == "evaluating" and state == "complete":
+        elif before == "evaluating" and state == "complete" and cell.name in self._from_the_start:
             self._evaluated_s.append(seconds)
         self._began.pop(cell.name, None)
         if state in WORKED_ON:
             self._began[cell.name] = self.clock()
+        if state == "evaluating" and not cell.run.evaluation.exists():
+            self._from_the_start.add(cell.name)
 
     def _seconds(self, name: str) -> float:
         """For how long the cell has been worked on by the process that does so now."""

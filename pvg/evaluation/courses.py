@@ -13,7 +13,7 @@ from pvg.evaluation.parts import PARTS
 from pvg.experiment import Experiment, build_experiment
 from pvg.experiment_checks import reward_impossibilities
 from pvg.game.seeds import seed_for
-from pvg.protocol_checks import protocol_impossibilities
+from pvg.protocol_checks import TRANSLATORS_REWARDS
 
 KINDS = ("src", "cgc", "goodhart")
 
@@ -38,7 +38,7 @@ def course_experiment(
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
     final = valid.model_copy(update={"game": valid.game.model_copy(update=dict(game))})
-    if impossible := [*reward_impossibilities(final), *protocol_impossibilities(final)]:
+    if impossible := reward_impossibilities(final):
         raise ConfigurationError(
             f"No policy paid by {final.game.reward!r} can be trained with the run's settings: {impossible[0]}.",
             "Leave it out of evaluate.attacks: -s 'evaluate.attacks=[\"goodhart\"]', say.",
@@ -58,13 +58,25 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
     return course_experiment(experiment, "sneaky", game, training, place)
 
 
+def default_parts(experiment: Experiment) -> Sequence[str]:
+    """What is measured of a run where nobody says which parts: all that there are of its game."""
+    return tuple(part for part in PARTS if part != "tax" or experiment.game.protocol != "decoupled")
+
+
+def attack_kinds(experiment: Experiment) -> list[str]:
+    """The kinds of `evaluate.attacks` in one order, without those whose reward pays no translator of a decoupled
+    game (the report's notes name them)."""
+    payable = TRANSLATORS_REWARDS if experiment.game.protocol == "decoupled" else KINDS
+    return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in payable]
+
+
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
     """Raises UsageError for the tax of a decoupled game, whose faithful role is not asked to be correct."""
     if experiment.game.protocol == "decoupled" and "tax" in parts:
         raise UsageError(
             "There is no legibility tax of game.protocol = 'decoupled': its faithful role is paid for keeping the "
             "solver's answer, not for being correct (solver_accuracy and faithful are in the rounds' metrics).",
-            f"Ask for the others: --parts {','.join(part for part in PARTS if part != 'tax')}",
+            "Leave tax out of the parts.",
         )
 
 
@@ -79,5 +91,11 @@ def check_attacks(experiment: Experiment) -> None:
             f"{section.attack_steps}, so no attack could succeed.",
             f"Set evaluate.attack_steps to at least {least}, or lower evaluate.attack_window.",
         )
-    for kind in section.attacks:
+    kinds = attack_kinds(experiment)
+    if section.attacks and not kinds:
+        raise ConfigurationError(
+            f"No attack of evaluate.attacks = {', '.join(section.attacks)} pays a translator of the decoupled game.",
+            'Add one that does: -s \'evaluate.attacks=["cgc","goodhart"]\'',
+        )
+    for kind in kinds:
         attacker_experiment(experiment, kind, f"attacks/{kind}", section.attack_cgc_floor)

@@ -11,7 +11,7 @@ import numpy as np
 from pvg.evaluation.study import Study, digest
 from pvg.evaluation.tax import Reach
 from pvg.records import Problem, Rollout
-from pvg.training.batch import PolicyBatch, sampled_masks_of
+from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings
 from pvg.training.recompute import recompute_logprobs
 
@@ -42,7 +42,11 @@ async def reach(
 
 
 def _kl(study: Study, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
-    """float64 [N]: sum over a completion's sampled tokens of log pi - log start, in nats. In the compute thread."""
+    """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. In the compute thread.
+
+    Of a dialogue those of the solution alone: that is the KL between the distributions of solutions, it does not depend
+    on who asks, and being right is of the solution. What drifts in the answers would be added to it.
+    """
     experiment, base = study.experiment, study.players.base
     settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
     settings = replace(settings, precision="float32", router_replay=False)
@@ -54,19 +58,23 @@ def _kl(study: Study, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]
     return np.array([float(np.sum(p.astype(np.float64) - b)) for p, b in zip(own, start, strict=True)])
 
 
+def solution_tokens(rollout: Rollout) -> int:
+    """How many tokens of a completion are the solution's: of a dialogue those of its first turn."""
+    return rollout.turns[1].start if len(rollout.turns) > 1 else len(rollout.completion_ids)
+
+
 def _batch(rollouts: Sequence[Rollout]) -> PolicyBatch:
     """Rollouts as a batch that nothing is learnt from."""
     rows = len(rollouts)
     return PolicyBatch(
-        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids[: solution_tokens(r)]]) for r in rollouts],
         prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-        sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
+        sampled_logprobs=[r.logprobs[: solution_tokens(r)] for r in rollouts],
         reference_logprobs=None,
         advantages_N=np.zeros(rows, dtype=np.float32),
         role_ids_N=np.array([r.role.number for r in rollouts], dtype=np.int8),
         group_ids_N=np.array([r.group for r in rollouts], dtype=np.int32),
         versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
-        sampled_masks=sampled_masks_of(rollouts),
     )
 
 
@@ -76,7 +84,7 @@ def _by_problem(rollouts: Sequence[Rollout], kl_N: Any, pool: Sequence[Problem])
     columns = {
         "kl": kl_N,
         "correct": np.array([float(r.grade.correct) for r in rollouts]),
-        "tokens": np.array([float(r.sampled_tokens) for r in rollouts]),
+        "tokens": np.array([float(solution_tokens(r)) for r in rollouts]),
         "solutions": np.ones(len(rollouts)),
     }
     return {

@@ -35,9 +35,10 @@ class FrozenVerifier:
             self._scorer = self._study.players.scorer(self._verifier)
         return self._verifier
 
-    async def fresh_scorer(self) -> VerifierScorer:
-        """One that remembers nothing, so that what it scores beside what depends on no earlier call."""
-        return self._study.players.scorer(await self.verifier())
+    async def scorer(self) -> VerifierScorer:
+        await self.verifier()
+        assert self._scorer is not None
+        return self._scorer
 
     async def facts(self) -> dict[str, Any]:
         """The verifier's version, and the score from which it accepts."""
@@ -57,9 +58,7 @@ class FrozenVerifier:
         found = study.units.read(unit, for_)
         if found is None:
             study.begin(unit)
-            await self.verifier()
-            assert self._scorer is not None
-            scores_N = await self._scorer.score(rollouts)
+            scores_N = await (await self.scorer()).score(rollouts)
             study.units.write(unit, for_, [float(score) for score in scores_N])
             return scores_N
         return np.array(found, dtype=np.float32)
@@ -91,5 +90,5 @@ def verifier_asks(experiment: Experiment) -> bool:
 
 async def questions(study: Study, asking: FrozenVerifier) -> Environment | None:
     """What asks about the steps of solutions that are sampled next; None but in a challenge game."""
-    scorer = await asking.fresh_scorer() if verifier_asks(study.experiment) else None
+    scorer = await asking.scorer() if verifier_asks(study.experiment) else None
     return environment_of(study, scorer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pvg.evaluation.courses import attack_kinds
 from pvg.experiment import Experiment
 
 
@@ -27,7 +28,7 @@ def notes(experiment: Experiment) -> list[str]:
             f"verifier.ensemble = {experiment.verifier.ensemble} members' scores are put together "
             f"({experiment.verifier.aggregation}), and no loss has made a probability of sigmoid(that)."
         )
-    return found + _notes_of_roles(experiment) + _notes_of_attacks(experiment)
+    return found + _notes_of_roles(experiment) + _notes_of_attacks(experiment) + _notes_of_translators(experiment)
 
 
 def _notes_of_roles(experiment: Experiment) -> list[str]:
@@ -58,6 +59,19 @@ def _notes_of_attacks(experiment: Experiment) -> list[str]:
             "Attacks' batches may differ in size (rollout.group_deadline_s, training.dynamic_sampling), and the window "
             "of an attack's criterion weighs them alike."
         )
+    return found
+
+
+def _notes_of_translators(experiment: Experiment) -> list[str]:
+    if experiment.game.protocol != "decoupled":
+        return []
+    found = [
+        "The solutions are translations, and correct is one with the right answer: a faithful translator is right as "
+        "often as its solver. A wrong translation counts as a flaw whether or not it keeps the solver's answer; a cgc "
+        "attacker is paid for those alone that do not."
+    ]
+    if unpaid := [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]:
+        found.append(f"No {', '.join(unpaid)} attackers: what they are paid, no translator can earn.")
     return found
 
 

@@ -10,10 +10,8 @@ from pvg.experiment import nearest
 PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax")
 
 
-def parse_parts(text: str | None) -> Sequence[str]:
-    """The parts in `a,b,c`, in their own order; all of them for None. Raises UsageError that names the nearest one."""
-    if text is None:
-        return PARTS
+def parse_parts(text: str) -> Sequence[str]:
+    """The parts in `a,b,c`, in their own order. Raises UsageError that names the nearest one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PARTS:

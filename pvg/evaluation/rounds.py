@@ -23,7 +23,7 @@ from pvg.evaluation.attacks import (
     sample_attacker,
 )
 from pvg.evaluation.baseline import Baseline, distance
-from pvg.evaluation.courses import KINDS
+from pvg.evaluation.courses import KINDS, attack_kinds
 from pvg.evaluation.distance import reach
 from pvg.evaluation.frozen_verifier import FrozenVerifier
 from pvg.evaluation.intervals import Float64, draws
@@ -97,7 +97,7 @@ class RoundParts:
     @property
     def _kinds(self) -> list[str]:
         """The kinds of attackers in one order, however the settings list them."""
-        return [kind for kind in KINDS if kind in self.section.attacks]
+        return attack_kinds(self.study.experiment)
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
@@ -326,13 +326,12 @@ def solutions_read(
     rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], eos_id: int
 ) -> list[NDArray[np.int32]]:
     """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. What a
-    task conceals, a sneaky solution's certificate say, would tell the role to whoever looks for a style."""
+    task conceals, a sneaky solution's certificate say, would tell the role to whoever looks for a style. Of a dialogue
+    what the prover wrote: the verifier's question is not its style."""
     if isinstance(task, Concealing):
         return [encode(task.shown(rollout.text)) for rollout in rollouts]
-    return [
-        r.completion_ids[:-1] if len(r.completion_ids) and r.completion_ids[-1] == eos_id else r.completion_ids
-        for r in rollouts
-    ]
+    written = [r.completion_ids[r.sampled_mask] if r.turns else r.completion_ids for r in rollouts]
+    return [ids[:-1] if len(ids) and ids[-1] == eos_id else ids for ids in written]
 
 
 def flawed(

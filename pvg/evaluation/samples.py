@@ -69,8 +69,9 @@ async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[
         study.observer.phase_started(info)
         await load()
         with judged(study, wanted.asking) as asking:
+            environment = await questions(study, asking)
             for number in range(len(shards), len(chunks)):
-                rollouts = await _sample(study, wanted, number, chunks[number], await questions(study, asking))
+                rollouts = await _sample(study, wanted, number, chunks[number], environment)
                 label = f"{wanted.name}-{for_[:8]}-{number:05d}"
                 shards.append(study.shards.write(wanted.round, label, rollouts))
                 _write_manifest(study, wanted.name, for_, shards)

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from pvg.evaluation.parts import PARTS
+from pvg.evaluation.courses import default_parts
 from pvg.experiment import Experiment, differences
 from pvg.store.run_directory import RunDirectory
 from pvg.study.measures import EVALUATION
@@ -30,7 +30,7 @@ def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds:
         return "its evaluation is damaged"
     if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
         return "its evaluation tells no settings"
-    return _foreign(found, wanted) or _missing(found, parts or PARTS, rounds)
+    return _foreign(found, wanted) or _missing(found, parts or default_parts(wanted), rounds)
 
 
 def _foreign(found: Mapping[str, Any], wanted: Experiment) -> str:

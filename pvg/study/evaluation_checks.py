@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pvg.errors import ConfigurationError, PvgError
-from pvg.evaluation.courses import check_attacks, check_protocol
+from pvg.evaluation.courses import attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.evaluation.parts import PARTS
 from pvg.experiment import Experiment, assign, build_experiment, leaves, nearest
 from pvg.study.measures import Measure
@@ -51,36 +51,36 @@ def refuse_unmeasured(
             f"There is no part {strange!r} of an evaluation ({path})." + (f" Did you mean {hint!r}?" if hint else ""),
             f"Known: {', '.join(PARTS)}.",
         )
-    asked = parts or PARTS
     for name, experiment in arms.items():
+        asked = parts or default_parts(experiment)
         try:
             check_protocol(experiment, asked)
             if "exploit" in asked:
                 check_attacks(experiment)
         except PvgError as error:
             raise ConfigurationError(f"Arm {name!r} of {path}: {error.message}", error.remedy) from None
-    for measure in measures:
-        _refuse_empty(measure, asked, arms, path)
+        for measure in measures:
+            _refuse_empty(measure, asked, name, experiment, path)
 
 
-def _refuse_empty(measure: Measure, asked: Sequence[str], arms: Mapping[str, Experiment], path: str) -> None:
+def _refuse_empty(measure: Measure, asked: Sequence[str], name: str, experiment: Experiment, path: str) -> None:
     if lacking := next((part for part in measure.parts if part not in asked), None):
+        there = lacking in default_parts(experiment)
         raise ConfigurationError(
-            f"The measure {measure.name!r} is read from the part {lacking!r} of an evaluation, which {path} does not "
-            "ask for.",
-            f"Add {lacking!r} to the parts, or leave the measure out.",
+            f"The measure {measure.name!r} is read from the part {lacking!r} of an evaluation, which "
+            + (f"{path} does not ask for." if there else f"arm {name!r} of {path} has not: its game has none."),
+            f"Add {lacking!r} to the parts, or leave the measure out." if there else "Leave the measure out.",
         )
-    for name, experiment in arms.items():
-        section = experiment.evaluate
-        if measure.attack and measure.attack not in section.attacks:
-            raise ConfigurationError(
-                f"The measure {measure.name!r} needs an attack of the kind {measure.attack!r}, and evaluate.attacks of "
-                f"arm {name!r} of {path} has {', '.join(section.attacks) or 'none'}.",
-                "Add it there, or leave the measure out.",
-            )
-        if section.samples < measure.samples:
-            raise ConfigurationError(
-                f"The measure {measure.name!r} needs evaluate.samples = {measure.samples} or more, and arm {name!r} of "
-                f"{path} has {section.samples}.",
-                "Raise it, or leave the measure out.",
-            )
+    section, kinds = experiment.evaluate, attack_kinds(experiment)
+    if measure.attack and measure.attack not in kinds:
+        raise ConfigurationError(
+            f"The measure {measure.name!r} needs an attack of the kind {measure.attack!r}, and evaluate.attacks of "
+            f"arm {name!r} of {path} has {', '.join(kinds) or 'none'} (of those that its game can pay).",
+            "Add it there, or leave the measure out.",
+        )
+    if section.samples < measure.samples:
+        raise ConfigurationError(
+            f"The measure {measure.name!r} needs evaluate.samples = {measure.samples} or more, and arm {name!r} of "
+            f"{path} has {section.samples}.",
+            "Raise it, or leave the measure out.",
+        )

@@ -19,20 +19,25 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def placed(document: str, name: str, tables: str) -> str:
-    """`document` with `tables` between the marks of study `name`; without marks of any study, the tables alone.
+    """`document` with `tables` between the marks of study `name`. What holds nothing, or tables of this study alone, is
+    replaced as a whole.
 
-    Raises ValueError for a mark without the other, marks that are there twice, and marks of other studies alone.
+    Raises ValueError for any other document without the marks, for a mark without the other, and for marks that are
+    there twice or around other marks.
     """
     begin, end = marks(name)
     count = (document.count(begin), document.count(end))
-    if count == (0, 0):
-        if "<!-- study " in document:
-            raise ValueError(f"it has marks of another study, and none of {name}")
+    if count == (0, 0) and (not document.strip() or document.startswith(f"## {name}\n")):
         return tables
+    if count == (0, 0):
+        raise ValueError(f"it is no table of the study, and has no marks {begin} and {end} for them")
     if count != (1, 1) or document.index(begin) > document.index(end):
         raise ValueError(f"the marks {begin} and {end} are not there once each, in this order")
     before, rest = document.split(begin)
-    return f"{before}{begin}\n\n{tables}\n{end}{rest.split(end)[1]}"
+    older, after = rest.split(end)
+    if "<!-- " in older:
+        raise ValueError(f"there are other marks between {begin} and {end}")
+    return f"{before}{begin}\n\n{tables}\n{end}{after}"
 
 
 def markdown_text(results: StudyResults) -> str:

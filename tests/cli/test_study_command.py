@@ -60,6 +60,15 @@ def behave(**behaviour: str) -> None:
     Path("behaviour.json").write_text(json.dumps({name.replace("_", "-"): how for name, how in behaviour.items()}))
 
 
+def test_a_document_without_a_place_for_the_tables_is_left_alone_before_anything_is_played(small: str) -> None:
+    for text in ("Ours.\n", "Ours.\n<!-- study small -->\nWords.\n"):
+        Path("paper.md").write_text(text)
+        refused = pvg("study", small, "--markdown", "paper.md")
+        assert (refused.code, Path("paper.md").read_text()) == (2, text)
+        assert "paper.md was left as it was" in refused.err
+        assert not Path("played.txt").exists()
+
+
 def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     called = pvg("study", small, "--markdown", "table.md")
     assert called.code == 0, called.err
@@ -77,10 +86,10 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     assert (again.code, again.out) == (0, called.out)
     assert Path("paper.md").read_text().startswith("Ours.\n<!-- study small -->\n\n## small\n")
     assert Path("paper.md").read_text().endswith("<!-- end of study small -->\nWords.\n")
-    Path("paper.md").write_text("Ours.\n<!-- study small -->\nWords.\n")
-    refused = pvg("study", small, "--markdown", "paper.md")
-    assert (refused.code, Path("paper.md").read_text()) == (2, "Ours.\n<!-- study small -->\nWords.\n")
-    assert "paper.md was left as it was" in refused.err
+    windows = b"Ours.\r\n<!-- study small -->\n<!-- end of study small -->\r\n"
+    Path("windows.md").write_bytes(windows)
+    assert pvg("study", small, "--only-table", "--markdown", "windows.md").code == 0
+    assert Path("windows.md").read_bytes().startswith(b"Ours.\r\n<!-- study small -->\n\n## small\n")
     assert "to play" not in again.err
     assert len(Path("played.txt").read_text().splitlines()) == 4
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 from study_samples import SMALL, small
 
 from cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
+from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import Standing
 from pvg.study.plan import Evaluate
 
@@ -74,6 +75,19 @@ def test_evaluations_are_part_of_the_time_left_once_one_was_seen_to_its_end() ->
     for cell in shown.cells.values():
         shown.update(cell, Standing("complete", done=16), "complete")
     assert shown.time_left() == ""
+
+
+def test_an_evaluation_that_was_begun_before_says_nothing_of_how_long_one_takes(tmp_path: Path) -> None:
+    clock = Clock()
+    shown = board(clock)
+    first, *_ = shown.cells.values()
+    begun = dataclasses.replace(first, run=RunDirectory(tmp_path / first.run.path.name))
+    begun.run.evaluation.mkdir(parents=True)
+    shown.plan = dataclasses.replace(shown.plan, evaluate=Evaluate())
+    shown.update(begun, Standing("played", done=16), "evaluating")
+    clock.now = 2.0
+    shown.update(begun, Standing("complete", done=16), "complete")
+    assert shown.games_only
 
 
 def test_what_was_there_before_says_nothing_of_the_rate() -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+import torch
 from evaluation_drill import evaluated_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from test_runner import changed, copy_of, evaluated, played
 
 from pvg.errors import ConfigurationError, UsageError
-from pvg.evaluation.courses import check_attacks, check_protocol
+from pvg.evaluation.courses import attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.evaluation.parts import PARTS
 from pvg.evaluation.report import REPORT_FILE
 from pvg.evaluation.study import Reading, committed_shards
@@ -25,14 +26,13 @@ from pvg.experiment import Experiment
 from pvg.game.challenge import Challenges
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier, verifier_weights_name
+from pvg.models import open_model, pick_device
 from pvg.records import Role, Rollout
 from pvg.rollout.episodes import Transcript
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.tasks import open_task
-
-OTHERS = tuple(part for part in PARTS if part != "tax")
 
 
 def samples_of(run: RunDirectory) -> dict[str, list[Rollout]]:
@@ -95,13 +95,15 @@ def test_the_verifier_of_the_samples_round_asks(challenged: RunDirectory) -> Non
     try:
         agreeing = {
             (name, round_): _asked_as_by(players, challenged, round_, found[name])
-            for name in ("base", "round-001", "attack-round-001-cgc")
+            for name in ("base", "round-001", "reference-round-001", "attack-round-001-cgc")
             for round_ in (0, 1)
         }
     finally:
         asyncio.run(players.close())
-    assert agreeing["base", 0] == agreeing["round-001", 1] == agreeing["attack-round-001-cgc", 1] == 1.0
-    assert min(agreeing["base", 1], agreeing["round-001", 0]) < 1.0
+    of_round_1 = ("round-001", "reference-round-001", "attack-round-001-cgc")
+    assert agreeing["base", 0] == 1.0 > agreeing["base", 1]
+    assert [agreeing[name, 1] for name in of_round_1] == [1.0] * 3
+    assert max(agreeing[name, 0] for name in of_round_1) < 1.0
 
 
 def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: list[Rollout]) -> float:
@@ -121,15 +123,34 @@ def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: lis
     return float(np.mean([q is not None and q.text == r.turns[1].text for q, r in zip(questions, asked, strict=True)]))
 
 
-def test_what_a_question_holds_is_not_the_provers(challenged: RunDirectory) -> None:
-    """KL and its tokens are of what was sampled, and flaws are located in the solution."""
+def test_kl_and_flaws_are_of_the_solution_alone(challenged: RunDirectory) -> None:
+    """Its KL by another way than the evaluation's: a plain forward pass over prompt and solution, row by row."""
+    experiment = asking()
     helpful = [rollout for rollout in samples_of(challenged)["round-001"] if rollout.role is Role.HELPFUL]
+    tensors, _ = read_checkpoint(challenged.weights, "round-001-prover")
+    with open_model(experiment.models.prover, pick_device("cpu")) as base, base.copy() as policy:
+        policy.load_weights(tensors)
+        kl = sum(
+            _logprob(policy.module, rollout, experiment.rollout.temperature)
+            - _logprob(base.module, rollout, experiment.rollout.temperature)
+            for rollout in helpful
+        )
     reach = unit(challenged, "reach-round-001")
-    assert sum(reach["tokens"]) == sum(rollout.sampled_tokens for rollout in helpful)
-    assert sum(reach["tokens"]) < sum(len(rollout.completion_ids) for rollout in helpful)
+    assert sum(reach["kl"]) == pytest.approx(kl, abs=1e-3)
+    assert abs(kl) > 0.02
+    assert sum(reach["tokens"]) == sum(r.turns[1].start if r.turns else len(r.completion_ids) for r in helpful)
     rounds = report(challenged)["rounds"]
     assert all(0 < found["localisation"]["solutions"] <= 6 for found in rounds)
-    assert all(found["tax"]["policy"]["kl"]["value"] is not None for found in rounds)
+
+
+def _logprob(module: torch.nn.Module, rollout: Rollout, temperature: float) -> float:
+    """log p(solution | prompt)."""
+    end = rollout.turns[1].start if rollout.turns else len(rollout.completion_ids)
+    ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.completion_ids[:end]])).long()
+    with torch.no_grad():
+        logps = torch.log_softmax(module(input_ids=ids[None]).logits[0].double() / temperature, dim=-1)
+    start = len(rollout.prompt_ids)
+    return float(logps[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
 
 
 def test_stopped_and_gone_on_with_it_ends_alike(challenged: RunDirectory, tmp_path: Path) -> None:
@@ -157,15 +178,18 @@ def translating(attacks: list[str]) -> Experiment:
 
 
 def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_path: Path) -> None:
-    experiment = translating(["cgc", "goodhart"])
+    experiment = translating(["src", "cgc", "goodhart"])
     run = played(tmp_path, "tiny", experiment)
     with pytest.raises(UsageError, match=r"no legibility tax of game\.protocol = 'decoupled'"):
-        evaluated(run, experiment)
+        evaluated(run, experiment, parts=PARTS)
     assert not (run.evaluation / REPORT_FILE).exists()
-    outcome, _ = evaluated(run, experiment, parts=OTHERS)
+    outcome, _ = evaluated(run, experiment, parts=default_parts(experiment))
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     (found,) = report(run)["rounds"]
     assert [attack["kind"] for attack in found["exploit"]] == ["cgc", "goodhart"]
+    told = " ".join(outcome.report.notes)
+    assert "No src attackers" in told
+    assert "right as often as its solver" in told
     solved = {rollout.problem_id: rollout for rollout in Reading.open(run).read_rollouts(0, "solve")}
     for name, rollouts in samples_of(run).items():
         for rollout in rollouts:
@@ -175,11 +199,16 @@ def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_
             assert rollout.kept_answer == (rollout.grade.answer is not None and rollout.grade.answer == solver.answer)
 
 
-def test_what_no_translator_can_be_paid_is_refused_before_anything_is_sampled() -> None:
-    check_attacks(translating(["cgc", "goodhart"]))
-    with pytest.raises(ConfigurationError, match=r"'src' .*decoupled"):
-        check_attacks(translating(["src", "cgc"]))
-    check_protocol(translating(["cgc"]), OTHERS)
+def test_what_a_game_has_not_is_left_out_and_refused_where_it_is_named() -> None:
+    decoupled = translating(["src", "cgc"])
+    assert default_parts(decoupled) == tuple(part for part in PARTS if part != "tax")
+    assert default_parts(asking()) == PARTS
     check_protocol(asking(), PARTS)
+    check_protocol(decoupled, ("exploit", "detection"))
     with pytest.raises(UsageError, match="legibility tax"):
-        check_protocol(translating(["cgc"]), PARTS)
+        check_protocol(decoupled, ("exploit", "tax"))
+    assert attack_kinds(decoupled) == ["cgc"]
+    assert attack_kinds(changed(asking(), evaluate={"attacks": ["goodhart", "src"]})) == ["src", "goodhart"]
+    check_attacks(decoupled)
+    with pytest.raises(ConfigurationError, match="pays a translator"):
+        check_attacks(translating(["src"]))

@@ -30,6 +30,7 @@ from pvg.reporting.page.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
+from pvg.tasks.modchain import Modchain
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
 
@@ -240,6 +241,28 @@ def test_notes_say_what_a_reader_must_know() -> None:
         assert said in told
 
 
+def test_what_a_task_holds_open_is_closed_after_an_evaluation(
+    measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the sandbox of a code task."""
+    opened: list[Closing] = []
+
+    class Closing(Modchain):
+        closed = False
+
+        def __enter__(self) -> Closing:
+            opened.append(self)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("pvg.evaluation.runner.open_task", Closing)
+    outcome, _ = evaluated(copy_of(measured, tmp_path), evaluated_experiment())
+    assert outcome.status == "complete"
+    assert [task.closed for task in opened] == [True]
+
+
 def test_an_attacker_that_could_not_keep_to_being_wrong_is_told_apart_from_one_that_did_not_convince() -> None:
     def attack(kind: str, status: str, closest_gap: float | None) -> dict[str, object]:
         return {"kind": kind, "status": status, "closest_gap": closest_gap}
@@ -292,7 +315,6 @@ def test_a_damaged_report_is_told_and_hides_nothing_else(measured: RunDirectory,
 
 
 def test_parts_and_rounds_as_a_user_writes_them() -> None:
-    assert parse_parts(None) == PARTS
     assert parse_parts("tax, exploit") == ("exploit", "tax")
     assert parse_rounds("2,0") == [2, 0]
     assert parse_rounds(None) is None

@@ -197,7 +197,7 @@ def test_an_evaluation_that_cannot_be_or_leaves_a_measure_empty_is_refused(
 
 
 def test_an_arm_that_cannot_be_evaluated_is_named() -> None:
-    text = SMALL.replace("threads = 1", "threads = 1\nevaluate = true").replace(
+    text = SMALL.replace("threads = 1", 'threads = 1\nevaluate = ["exploit", "tax"]').replace(
         'game.reward = "src"', 'game.reward = "cgc", game.protocol = "decoupled"'
     )
     with pytest.raises(ConfigurationError, match=r"Arm 'src' of small\.toml: There is no legibility tax .*decoupled"):

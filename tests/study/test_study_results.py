@@ -164,13 +164,24 @@ def test_figures_read_well() -> None:
 
 
 def test_tables_take_their_place_in_a_document_and_leave_the_rest() -> None:
-    assert placed("", "small", "tables\n") == placed("other text", "small", "tables\n") == "tables\n"
+    assert placed("", "small", "tables\n") == placed("## small\n\nold", "small", "tables\n") == "tables\n"
     document = "# Mine\n\n<!-- study small -->\nold\n<!-- end of study small -->\n\nWords.\n"
     once = placed(document, "small", "tables\n")
     assert once == "# Mine\n\n<!-- study small -->\n\ntables\n\n<!-- end of study small -->\n\nWords.\n"
     assert placed(once, "small", "tables\n") == once
-    with pytest.raises(ValueError, match="marks of another study, and none of other"):
-        placed(document, "other", "tables\n")
+    for foreign in (
+        "Words of mine.\n",
+        "## smaller\n",
+        document.replace("small", "other"),
+        document.replace("<!-- ", "<!--"),
+    ):
+        with pytest.raises(ValueError, match="no table of the study, and has no marks"):
+            placed(foreign, "small", "tables\n")
+    nested = document.replace("old", "<!-- study other -->\n<!-- end of study other -->")
+    with pytest.raises(ValueError, match="other marks between"):
+        placed(nested, "small", "tables\n")
+    windows = document.replace("\n", "\r\n")
+    assert placed(windows, "small", "tables\n").endswith("<!-- end of study small -->\r\n\r\nWords.\r\n")
     for wrong in (
         document.replace("end of ", ""),
         document + document,

@@ -199,7 +199,7 @@ def _onwards(summary: RunSummary) -> Section:
             if summary.status in ("unfinished", "empty")
             else []
         ),
-        *([(f"pvg evaluate {name}", "attackers, detection, best-of-n, tax")] if summary.rounds else []),
+        *([(f"pvg evaluate {name}", "attackers, detection, best-of-n, and more")] if summary.rounds else []),
         (f"pvg report {name}", "this report, from the files as they are then"),
         (f"pvg report {name} OTHER", "beside another run"),
         (f"pvg diagnose {name}", "what slowed it down"),
