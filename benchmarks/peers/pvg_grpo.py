@@ -24,10 +24,10 @@ from work import read_work, reward
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
 from pvg.experiment import Experiment, build_experiment
+from pvg.game.asked import asked_in
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner, policy_of
-from pvg.game.roles import prompt_renderer
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task
@@ -104,7 +104,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             gradient_checkpointing=training.gradient_checkpointing,
             memory=objective.memory,
         )
-        prompt_ids = session.render(session.problems("prover")[0], Role.HELPFUL)
+        prompt_ids = session.asked.render(session.problems("prover")[0], Role.HELPFUL)
         facts = {"parameters": learner.num_parameters, "threads": players.threads}
         orders.answer(facts | {"prompt_tokens": len(prompt_ids)})
         with tracer.drive():
@@ -134,8 +134,8 @@ async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, st
     players = Players(experiment, task, ledger.log)
     stack.push_async_callback(players.close)
     await players.ready()
-    render = prompt_renderer(experiment.rollout.prompts, players.base.tokenizer)
-    return BenchSession(experiment, task, ledger, players, render, SilentObserver(), asyncio.Event(), tracer)
+    asked = asked_in(experiment, players.base.tokenizer)
+    return BenchSession(experiment, task, ledger, players, asked, SilentObserver(), asyncio.Event(), tracer)
 
 
 def main(folder: Path) -> None:
