@@ -58,8 +58,10 @@ def markdown_text(results: StudyResults) -> str:
         parts += ["### Over the rounds", trends]
     if told := cautions(results):
         parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in told))
+    played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
     parts.append(
-        f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, pvg {results.pvg}, {results.cpu}, "
+        f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, played by pvg "
+        f"{', '.join(played) or results.pvg}, {results.cpu}, "
         f"{counted(results.threads, 'thread')} each, {results.created}."
     )
     return "\n\n".join(parts) + "\n"
