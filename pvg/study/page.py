@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from pvg.reporting.figures import ABSENT, Style, duration
-from pvg.reporting.page.charts import Line, dot_strips, line_chart
+from pvg.reporting.page.charts import Line, Reference, dot_strips, line_chart
 from pvg.reporting.page.document import Section, badge, command, details, document, facts, grid
 from pvg.reporting.page.frame import Across, Key, legend, swatch
 from pvg.reporting.page.markup import Html, Piece, join, span, table, tag
@@ -179,16 +179,29 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Key]) 
         return None
     every = -(-(last + 1) // 12)
     across = Across(-0.15, last + 0.15, "round", tuple((float(n), str(n)) for n in range(last + 1) if n % every == 0))
-    lines = [_line(result, keys[result.arm]) for result in found]
+    limit = _limit(found)
+    lines = [_line(result, keys[result.arm], limit) for result in found]
     title = measure.label[0].upper() + measure.label[1:]
-    return line_chart(title, lines, across, cast(Style, measure.style), keyed=False)
+    if limit is None:
+        return line_chart(title, lines, across, cast(Style, measure.style), keyed=False)
+    note = "Medians, where a seed's was not found. At the limit: nor was the median."
+    references = [Reference(limit, "limit")]
+    return line_chart(title, lines, across, cast(Style, measure.style), keyed=False, references=references, note=note)
 
 
-def _line(result: Result, key: Key) -> Line:
-    """Rounds with censored values have a median, where it is a number; there the line has no band."""
+def _limit(results: Sequence[Result]) -> float | None:
+    """The largest number that a value was not found within; None where all were found."""
+    values = [value for result in results for series in result.series.values() for value in series]
+    return max((value.number for value in values if value is not None and value.censored), default=None)
+
+
+def _line(result: Result, key: Key, limit: float | None) -> Line:
+    """Rounds with censored values have a median, which may not be found either; there the line has no band."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):
         middle = found.median if found.censored else found.mean
+        if middle is None and found.censored:
+            middle = limit
         if middle is None:
             continue
         points.append((float(place), middle))

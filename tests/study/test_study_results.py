@@ -145,6 +145,23 @@ def test_censored_values_reach_the_tables() -> None:
     assert "count as larger than all others" in page.text
 
 
+def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
+    text = SMALL.replace('"seconds"', '"steps_to_exploit_src"').replace("threads = 1", "threads = 1\nevaluate = true")
+    plan = small(text.replace("seeds = 2", "seeds = 3"))
+    for cell in plan.cells:
+        finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.6})
+        rounds = []
+        for number in range(2):
+            found = number == 1 and cell.arm == "cgc" and cell.seed < 2
+            attack = {"kind": "src", "status": "found" if found else "censored", "steps": 40 if found else 200}
+            rounds.append({"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
+        evaluate(cell, *rounds)
+    page = check(study_page(results_of(plan)))
+    assert "At the limit: nor was the median." in page.text
+    (label,) = [str(found["aria-label"]) for _, found in page.tags if "Steps to" in str(found.get("aria-label"))]
+    assert label == "Steps to exploit, src: cgc ends at 40, src ends at 200"
+
+
 # --- words and pages -------------------------------------------------------------------------------------------------
 
 
