@@ -125,8 +125,8 @@ def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_jso
 def _phases(request: Request) -> tuple[str, ...]:
     """What the display shows as the phases of a round."""
     phases = ["samples"]
-    if "tax" in request.parts and request.baseline is None:
-        phases.append("baseline")
+    if "tax" in request.parts:
+        phases += ["baseline", "kl"] if request.baseline is None else ["kl"]
     if "exploit" in request.parts:
         phases.append("attack")
     if set(request.parts) - {"exploit"}:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.errors import UsageError
 from pvg.evaluation.courses import course_experiment
-from pvg.evaluation.distance import reach
+from pvg.evaluation.distance import has_reach, reach
 from pvg.evaluation.frozen_verifier import judged
 from pvg.evaluation.intervals import Float64, ratio
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
@@ -24,6 +24,7 @@ from pvg.experiment import Experiment
 from pvg.game.prover_phase import Written, read_policy
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.observer import PhaseInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,9 +89,7 @@ async def baseline_of(
         rollouts = await sampled(
             study, probe.samples, partial(_load, study, probe, first_version(BASELINE_RANGE + 1 + place))
         )
-        of = digest_of(study, probe.samples)
-        found = await reach(study, probe.samples.name, of, rollouts, study.test_problems(), probe.tensors)
-        points.append((probe.label, found))
+        points.append((probe.label, await _reach(study, probe, rollouts)))
     marks = [base_digest, *(digest_of(study, probe.samples) for probe in probes)]
     return Baseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
 
@@ -105,6 +104,19 @@ class Probe:
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.read()[0]
+
+
+async def _reach(study: Study, probe: Probe, rollouts: list[Rollout]) -> Reach:
+    """Two forward passes over all of them: minutes with a larger model, so whoever watches is told."""
+    of = digest_of(study, probe.samples)
+    info = PhaseInfo(0, study.experiment.game.rounds, "kl", "solutions", len(rollouts))
+    if computed := not has_reach(study, probe.samples.name, of):
+        study.begin(f"reach-{probe.samples.name}")
+        study.observer.phase_started(info)
+    found = await reach(study, probe.samples.name, of, rollouts, study.test_problems(), probe.tensors)
+    if computed:
+        study.observer.phase_finished(info, {})
+    return found
 
 
 async def _load(study: Study, probe: Probe, version: int) -> None:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def has_reach(study: Study, name: str, of: str) -> bool:
+    """Whether `reach` has nothing to compute."""
+    return study.units.read(f"reach-{name}", digest("reach", of)) is not None
+
+
 async def reach(
     study: Study,
     name: str,
