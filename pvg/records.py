@@ -174,6 +174,11 @@ class Rollout:
         return self.turns[0].text if self.turns else self.text
 
     @property
+    def solution_tokens(self) -> int:
+        """How many tokens of the completion are the solution's, from its beginning."""
+        return self.turns[1].start if len(self.turns) > 1 else len(self.completion_ids)
+
+    @property
     def is_flaw(self) -> bool:
         """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
         return self.role is Role.SNEAKY and not self.grade.correct and self.grade.well_formed and self.proven

@@ -63,18 +63,13 @@ def _kl(study: Study, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]
     return np.array([float(np.sum(p.astype(np.float64) - b)) for p, b in zip(own, start, strict=True)])
 
 
-def solution_tokens(rollout: Rollout) -> int:
-    """How many tokens of a completion are the solution's: of a dialogue those of its first turn."""
-    return rollout.turns[1].start if len(rollout.turns) > 1 else len(rollout.completion_ids)
-
-
 def _batch(rollouts: Sequence[Rollout]) -> PolicyBatch:
     """Rollouts as a batch that nothing is learnt from."""
     rows = len(rollouts)
     return PolicyBatch(
-        sequences=[np.concatenate([r.prompt_ids, r.completion_ids[: solution_tokens(r)]]) for r in rollouts],
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids[: r.solution_tokens]]) for r in rollouts],
         prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-        sampled_logprobs=[r.logprobs[: solution_tokens(r)] for r in rollouts],
+        sampled_logprobs=[r.logprobs[: r.solution_tokens] for r in rollouts],
         reference_logprobs=None,
         advantages_N=np.zeros(rows, dtype=np.float32),
         role_ids_N=np.array([r.role.number for r in rollouts], dtype=np.int8),
@@ -89,7 +84,7 @@ def _by_problem(rollouts: Sequence[Rollout], kl_N: Any, pool: Sequence[Problem])
     columns = {
         "kl": kl_N,
         "correct": np.array([float(r.grade.correct) for r in rollouts]),
-        "tokens": np.array([float(solution_tokens(r)) for r in rollouts]),
+        "tokens": np.array([float(r.solution_tokens) for r in rollouts]),
         "solutions": np.ones(len(rollouts)),
     }
     return {

@@ -54,9 +54,9 @@ def _notes_of_attacks(experiment: Experiment) -> list[str]:
             f"training.schedule = {training.schedule!r} runs out over evaluate.attack_steps = "
             f"{experiment.evaluate.attack_steps}: steps to exploit compare among attacks of that limit alone."
         )
-    if experiment.rollout.group_deadline_s is not None or training.dynamic_sampling:
+    if experiment.rollout.group_deadline_s is not None:
         found.append(
-            "Attacks' batches may differ in size (rollout.group_deadline_s, training.dynamic_sampling), and the window "
+            "Attacks' batches may differ in size (rollout.group_deadline_s), and the window "
             "of an attack's criterion weighs them alike."
         )
     return found

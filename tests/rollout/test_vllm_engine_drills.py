@@ -59,6 +59,7 @@ def test_slow_bytes_are_waited_for(kind: Any, tmp_path: Path) -> None:
         await d.publish(0)
         await d.break_generation(default=Fault(kind, seconds=0.001))
         await d.ask_all([request(i) for i in range(8)])
+        assert not d.events.named("retry")
 
     run(use, tmp_path)
 

@@ -80,7 +80,9 @@ def test_the_info_names_the_file_and_survives_json(tmp_path: Path) -> None:
 
 def test_arrays_read_back_can_be_written_to(tmp_path: Path) -> None:
     shards, (info,) = write_shards(tmp_path, [rollout(0), rollout(1)], parts=1)
-    shards.read(info)[1].completion_ids[:] = 7
+    found = shards.read(info)
+    found[1].completion_ids[:] = 7
+    assert (found[1].completion_ids == 7).all()
 
 
 def test_a_shard_is_never_overwritten(tmp_path: Path) -> None:
