@@ -12,7 +12,7 @@ from cli.output import quiet_table
 from pvg.reporting.figures import duration
 from pvg.reporting.terminal import HEADING, QUIET, section
 from pvg.study.cells import Standing
-from pvg.study.plan import StudyFile, StudyPlan
+from pvg.study.plan import Evaluate, StudyFile, StudyPlan
 from pvg.study.results import StudyResults
 from pvg.study.words import (
     cautions,
@@ -70,10 +70,16 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
             (f"{complete} complete. ", QUIET),
             (f"{left:,}", "bold"),
             (f" of {plan.steps:,} optimizer steps to go, {plan.processes} at a time, {threads} each", QUIET),
-            (", each game evaluated afterwards." if plan.evaluate is not None else ".", QUIET),
+            (f"{_evaluation(plan.evaluate)}.", QUIET),
         ),
         Text(f"They would lie in {plan.folder}.", style=QUIET),
     )
+
+
+def _evaluation(evaluate: Evaluate | None) -> str:
+    if evaluate is None:
+        return ""
+    return ", each game evaluated afterwards" + (" (its last round)" if evaluate.rounds == "last" else "")
 
 
 def _state_of(standing: Standing) -> str:

@@ -169,7 +169,7 @@ def forget_failure(cell: Cell, folder: StudyFolder) -> None:
 def unevaluated(cell: Cell, evaluate: Evaluate, rounds: int) -> str:
     """What the cell's evaluation has not of what the study asks for, in one line; "" where it has everything."""
     assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
-    return lacking(cell.run, cell.evaluated, evaluate.parts, rounds)
+    return lacking(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
 
 
 def _failure(file: Path) -> str:

@@ -19,9 +19,9 @@ TRAINED = "trained"  # the baseline that an evaluation trains for itself: a stud
 ATTACKED = ("found", "censored")  # attacks whose attacker's flaws are detected, or not
 
 
-def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: int) -> str:
-    """What the evaluation of a run of so many rounds has not of `parts` (none: all) with the settings of `wanted`, in
-    one line; "" where it has everything."""
+def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
+    """What the evaluation of a run has not of `parts` (none: all) of these rounds with the settings of `wanted`, in one
+    line; "" where it has everything."""
     try:
         found = orjson.loads((run.path / EVALUATION).read_bytes())
     except FileNotFoundError:
@@ -42,9 +42,9 @@ def _foreign(found: Mapping[str, Any], wanted: Experiment) -> str:
     return f"its evaluation has other settings: {'; '.join(changed)}" if changed else ""
 
 
-def _missing(found: Mapping[str, Any], asked: Sequence[str], rounds: int) -> str:
+def _missing(found: Mapping[str, Any], asked: Sequence[str], rounds: Sequence[int]) -> str:
     by_number = {row.get("round"): row for row in found.get("rounds", ())}
-    for number in range(rounds):
+    for number in rounds:
         row = by_number.get(number, {})
         if part := next((part for part in asked if row.get(part.replace("-", "_")) is None), None):
             return f"its evaluation has no {part} of round {number}"

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
@@ -59,7 +59,12 @@ class Evaluate(Section):
     """Each finished game goes through `pvg evaluate`: these parts of it (none: its own choice), with these settings."""
 
     parts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    rounds: Literal["all", "last"] = "all"
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
+
+    def numbers(self, rounds: int) -> list[int]:
+        """The rounds to evaluate, of a game of so many."""
+        return list(range(rounds))[-1:] if self.rounds == "last" else list(range(rounds))
 
 
 def _evaluate(value: Any) -> Any:

@@ -144,11 +144,14 @@ def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
 def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
     """`pvg evaluate` for a cell whose game is complete, with every setting of it: the run's own may be older ones."""
     assert cell.evaluated is not None
-    parts = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
+    what = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
+    if evaluate.rounds != "all":
+        numbers = evaluate.numbers(cell.experiment.game.rounds)
+        what += ["--rounds", ",".join(map(str, numbers))]
     said = dict(leaves(evaluate.changes))
     said |= dict(leaves({"evaluate": cell.evaluated.evaluate.model_dump(mode="json", exclude_none=True)}))
     settings = [word for key, value in said.items() for word in ("--set", f"{key}={_toml(value)}")]
-    return ["evaluate", str(cell.run.path), *parts, *settings, "--json"]
+    return ["evaluate", str(cell.run.path), *what, *settings, "--json"]
 
 
 def _toml(value: object) -> str:

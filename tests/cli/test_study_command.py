@@ -150,6 +150,20 @@ def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     assert pvg("study", small, "--dry-run", "--only-table").code == 2
 
 
+@pytest.mark.parametrize(
+    ("evaluate", "said"),
+    [
+        ("", "1 thread each."),
+        ("evaluate = true", "evaluated afterwards."),
+        ('evaluate = {rounds = "last"}', "(its last round)."),
+    ],
+)
+def test_a_dry_run_tells_what_is_evaluated(small: str, evaluate: str, said: str) -> None:
+    file = Path("studies/small.toml")
+    file.write_text(file.read_text().replace("threads = 1", f"threads = 1\n{evaluate}"))
+    assert said in " ".join(pvg("study", small, "--dry-run").out.split())
+
+
 def test_without_a_name_the_studies_are_listed(small: str) -> None:
     called = pvg("study")
     assert called.code == 0

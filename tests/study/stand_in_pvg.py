@@ -80,6 +80,9 @@ def evaluate(run: Path, options: list[str]) -> None:
     given = {key.removeprefix("evaluate."): json.loads(value) for key, value in settings.items()}
     hashes = json.loads(Path("hashes.json").read_text())
     document = {**EVALUATION, "settings": given, "config_hash": hashes[run.name]}
+    if "--rounds" in options:
+        asked = [int(number) for number in options[options.index("--rounds") + 1].split(",")]
+        document["rounds"] = [row for row in ROUNDS if row["round"] in asked]
     (run / "evaluation").mkdir(exist_ok=True)
     (run / "evaluation" / "evaluation.json").write_text(json.dumps(document))
 
@@ -91,13 +94,11 @@ def attack(status: str, steps: int | None) -> dict[str, object]:
 # As `pvg evaluate` writes it, as far as a study reads it.
 OTHERS: dict[str, object] = {part: {} for part in ("best_of_n", "separability", "calibration", "localisation", "tax")}
 DETECTION = {"completeness": {"value": 0.5}, "sources": [{"source": "attack-src"}]}
-EVALUATION = {
-    "baseline": {"source": "trained"},
-    "rounds": [
-        {"round": 0, "exploit": [attack("found", 40)], "detection": DETECTION, **OTHERS},
-        {"round": 1, "exploit": [attack("censored", 200)], "detection": DETECTION, **OTHERS},
-    ],
-}
+ROUNDS: list[dict[str, object]] = [
+    {"round": 0, "exploit": [attack("found", 40)], "detection": DETECTION, **OTHERS},
+    {"round": 1, "exploit": [attack("censored", 200)], "detection": DETECTION, **OTHERS},
+]
+EVALUATION = {"baseline": {"source": "trained"}, "rounds": ROUNDS}
 
 
 def commit(run: Path, phase: str, **changes: object) -> None:

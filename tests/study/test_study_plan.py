@@ -105,6 +105,7 @@ def test_the_example_of_the_docs_is_a_study() -> None:
         ("nmae = 1", "Unknown key 'nmae' (small.toml). The nearest valid key is 'name'"),
         ("[[arm]]\nnmae = 1", "Unknown key 'arm.0.nmae' (small.toml). The nearest valid key is 'name'"),
         ("evaluate = {prats = []}", "The nearest valid key is 'parts'"),
+        ('evaluate = {rounds = "first"}', "evaluate.rounds: Input should be 'all' or 'last'"),
         ("seeds = 0", "A study needs one seed at least"),
         ("seeds = [1, 1]", "Seeds names a seed twice"),
         ("seeds = []", "seeds: Tuple should have at least 1 item"),

@@ -19,6 +19,8 @@ from pvg.store import FileStateStore
 from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job, play_cells
+from pvg.study.results import collect
+from pvg.study.values import Value
 
 
 class Told:
@@ -194,6 +196,24 @@ def test_a_game_is_evaluated_when_it_is_over_and_again_when_something_else_is_as
     said = Path("evaluated.txt").read_text().splitlines()[-1].split()
     assert "--parts" not in said
     assert "evaluate.samples=4" in said
+
+
+def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so() -> None:
+    measured = EVALUATED.replace('"seconds"', '"steps_to_exploit_src"')
+    all_rounds = measured.replace('evaluate = ["exploit", "tax"]', 'evaluate = {parts = ["exploit"]}')
+    plan = small(all_rounds.replace("{parts", '{rounds = "last", parts'))
+    assert play(plan, Told())
+    assert Path("evaluated.txt").read_text().split()[:5] == ["cgc-seed-000", "--parts", "exploit", "--rounds", "1"]
+    assert {standing.status for standing in now(plan).values()} == {"complete"}
+    found = collect(plan, "").result("cgc", "steps_to_exploit_src")
+    assert found.series[0] == [None, Value(200.0, censored=True)]
+    assert (found.summary.n, [summary.n for summary in found.rounds]) == (1, [0, 1])
+    assert found.trend is not None
+    assert found.trend.n == 0  # one round rises and falls nowhere
+    other = small(all_rounds)
+    assert {standing.status for standing in now(other).values()} == {"played"}
+    assert other.evaluate is not None
+    assert unevaluated(other.cells[0], other.evaluate, 2) == "its evaluation has no exploit of round 0"
 
 
 @pytest.mark.parametrize(
