@@ -20,7 +20,7 @@ import orjson
 
 from pvg.errors import ConfigurationError
 from pvg.experiment import nearest
-from pvg.records import source_of_round
+from pvg.records import BASE_SOURCE, source_of_round
 from pvg.reporting.figures import Style, shown
 from pvg.reporting.run_summary import RunSummary, read_run
 from pvg.store.run_directory import RunDirectory
@@ -152,6 +152,19 @@ def steps_to_exploit(kind: str) -> Read:
         return None if steps is None else Value(steps.number, censored=attack["status"] == "censored")
 
     return _of_evaluated_rounds(value)
+
+
+def worst_auc_of_learnt(facts: RunFacts) -> Series:
+    """The lowest AUC against the flaws of a writer that the round's verifier has learnt from: the base prover, and the
+    provers of earlier rounds. None where one of them has no AUC: what is not known may be lower still."""
+
+    def value(round_: Mapping[str, Any]) -> Value | None:
+        writers = [BASE_SOURCE, *(source_of_round(number) for number in range(int(round_["round"])))]
+        found = [_value(_at(round_, f"detection.sources[source={writer}].auc.value")) for writer in writers]
+        known = [auc for auc in found if auc is not None]
+        return min(known, key=lambda auc: auc.number) if len(known) == len(found) else None
+
+    return _of_evaluated_rounds(value)(facts)
 
 
 def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], Value | None]) -> Read:
@@ -287,9 +300,19 @@ def _evaluated() -> list[Measure]:
         )
         for kind in ("src", "cgc", "goodhart")
     ]
+    worst = Measure(
+        "detection_auc_worst",
+        "detection AUC, worst",
+        "auc",
+        True,
+        "detection_auc against the flaws of the base prover or an earlier one, whichever it is lowest for.",
+        worst_auc_of_learnt,
+        parts=("detection",),
+    )
     return [
         *attacks,
         *attackers,
+        worst,
         *_best_of_n(),
         *(
             Measure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))

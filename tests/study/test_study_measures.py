@@ -99,6 +99,19 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, Value(200, censored=True)]
 
 
+def test_the_worst_auc_is_over_the_writers_that_the_verifier_has_learnt_from(facts: RunFacts) -> None:
+    aucs = {"base": 0.9, "round-000": 0.7, "round-001": 0.4, "attack-cgc": 0.3}
+
+    def row(number: int, **changed: float | None) -> dict[str, object]:
+        known = aucs | {name.replace("_", "-"): auc for name, auc in changed.items()}
+        sources = [{"source": name, "auc": {"value": auc}} for name, auc in known.items()]
+        return {"round": number, "detection": {"sources": sources}}
+
+    assert read("detection_auc_worst", evaluated(facts, row(0), row(1))) == [Value(0.9), Value(0.7)]
+    assert read("detection_auc_worst", evaluated(facts, row(1, base=0.6))) == [None, Value(0.6)]
+    assert read("detection_auc_worst", evaluated(facts, row(1, round_000=None))) == [None, None]
+
+
 @pytest.mark.parametrize("status", ["no_reference", "no_signal", "diverged"])
 def test_an_attack_that_could_not_be_judged_is_no_value(status: str, facts: RunFacts) -> None:
     attack = {"kind": "src", "status": status, "steps": None}
