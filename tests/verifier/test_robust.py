@@ -116,6 +116,43 @@ def test_the_gradient_is_that_of_the_definition_however_the_batch_is_cut(
     torch.testing.assert_close(found, defined(robust, strength, batch, loss), atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"robust": "vrex", "robust_strength": 30.0},  # clamped: some weights are below 0 before it
+        {"robust": "vrex", "robust_strength": 5.0, "robust_warmup": 4, "robust_clamp": False},
+        {"robust": "vrex", "robust_strength": 30.0, "robust_warmup": 4, "score_penalty": 0.3},
+        {"robust": "irm", "robust_strength": 5.0, "robust_warmup": 4},
+        {"robust": "group_dro", "robust_strength": 2.0},
+        {"robust": "group_dro", "robust_strength": 2.0, "score_penalty": 0.3},
+    ],
+)
+def test_a_batch_in_parts_gives_the_gradients_of_the_whole_also_clamped_warmed_up_and_with_a_memory(chosen):
+    whole, cut = (RobustObjective(section(**chosen, micro_batch_tokens=n), 0, environments=4) for n in (10_000, 8))
+    last = None
+    for step in (1, 2, 3):  # group_dro's weights move with every batch
+        batch = made(sources=np.roll(SOURCES, step), step=step)
+        expected, _, one = gradient(whole, batch)
+        found, _, parts = gradient(cut, batch)
+        assert (one, parts > 2) == (1, True)
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+        assert last is None or not torch.allclose(found, last)
+        last = found
+    assert cut.state()["log_q"] == pytest.approx(whole.state()["log_q"], abs=1e-6)
+
+
+def test_clamped_weights_of_three_environments_by_hand():
+    """Weights max(0, (1 + 2 s (R_e - mean)) / E), taken as constants."""
+    batch = made(pairs=[(7, 1), (4, 5), (0, 1)], sources=[0, 1, 2])
+    each = risks(torch.tensor(SCORES), batch, "bradley_terry")
+    weights = ((1 + 2 * 1.5 * (each - each.mean())) / 3).clamp_min(0.0)
+    assert (weights == 0).tolist() == [True, False, True]  # losses 0.02, 1.95 and 0.05
+    found, _, _ = gradient(RobustObjective(section(robust="vrex", robust_strength=1.5), 0, environments=3), batch)
+    scores = torch.tensor(SCORES, requires_grad=True)
+    (weights * risks(scores, batch, "bradley_terry")).sum().backward()
+    torch.testing.assert_close(found, scores.grad, atol=1e-6, rtol=1e-5)
+
+
 def test_metrics_tell_of_the_environments_and_the_loss_is_the_plain_one():
     batch = made()
     _, metrics, _ = gradient(RobustObjective(section(robust="vrex", robust_strength=3.0), 0, environments=4), batch)

@@ -1,0 +1,93 @@
+"""`evaluate` on games whose players are not the ordinary ones: adapters of one base, an ensemble, players that learn at
+the same time, groups of one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluation_drill import evaluated_experiment
+from test_runner import changed, evaluated, played
+
+from pvg.evaluation.frozen_verifier import judged
+from pvg.evaluation.parts import PARTS
+from pvg.evaluation.runner import open_study
+from pvg.evaluation.study import Reading
+from pvg.experiment import Experiment
+from pvg.game.states import Phase
+from pvg.records import Rollout
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.observer import SilentObserver
+
+BASE = {"source": "embedded:modchain-prover"}
+SMALL = {
+    "problems": 4,
+    "samples": 2,
+    "attacks": ["cgc"],
+    "attack_steps": 2,
+    "attack_window": 1,
+    "attack_cgc_floor": -90.0,
+    "baseline_steps": 2,
+    "baseline_probes": 1,
+    "localisation_solutions": 2,
+    "bins": 2,
+    "folds": 2,
+}
+GAMES: dict[str, dict[str, Any]] = {
+    "adapters of one base": {
+        "training": {"lora_rank": 4, "steps": 2},
+        "verifier": {"lora_rank": 4, "steps": 2},
+        "models": {"verifier": BASE},
+    },
+    "an ensemble with a robust loss": {
+        "verifier": {"ensemble": 3, "aggregation": "median", "steps": 2, "held_out": 0.3, "robust": "irm"},
+        "training": {"steps": 2},
+    },
+    "both at the same time": {
+        "game": {"schedule": "simultaneous", "verifier_every": 1, "verifier_updates": 1, "fresh_problems": 4},
+        "training": {"steps": 2},
+    },
+    "groups of one": {
+        "training": {"loss": "rae", "steps": 4, "groups": 8},
+        "rollout": {"group_size": 1},
+    },
+}
+
+
+def game(name: str) -> Experiment:
+    settings = {"evaluate": SMALL, **GAMES[name]}
+    settings["game"] = {"reward": "cgc", "cgc_floor": -90.0, **settings.get("game", {})}
+    return changed(evaluated_experiment(), **settings)
+
+
+async def scores_of(run: RunDirectory, experiment: Experiment, rollouts: list[Rollout]) -> np.ndarray:
+    """By the verifier of round 0, as an evaluation opens it."""
+    async with AsyncExitStack() as stack:
+        reading = Reading.open(run)
+        study = await open_study(experiment, reading, SilentObserver(), asyncio.Event(), stack)
+        with judged(study, 0) as judge:
+            return await judge.scores("again", rollouts, "these")
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_every_part_is_measured_by_the_verifier_that_the_game_had(name: str, tmp_path: Path) -> None:
+    experiment = game(name)
+    run = played(tmp_path, "tiny", experiment)
+    outcome, _ = evaluated(run, experiment)
+    assert (outcome.status, outcome.report.status) == ("complete", "complete")
+    (row,) = outcome.report.rounds
+    plain = row.model_dump(mode="json")
+    assert [part for part in PARTS if plain[part.replace("-", "_")] is None] == []
+    assert [(attack["kind"], attack["limit"]) for attack in plain["exploit"]] == [("cgc", 2)]
+
+    reading = Reading.open(run)
+    scored = [r for r in reading.read_rollouts(0, Phase.CHECKPOINT.value) if r.score is not None]
+    told = np.array([r.score for r in scored])
+    assert len(told) > 8
+    assert np.ptp(told) > 1e-4
+    found = asyncio.run(scores_of(run, experiment, scored))
+    np.testing.assert_allclose(found, told, atol=1e-5, rtol=1e-5)
