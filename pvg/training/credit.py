@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.records import Float32
 
 Float64 = NDArray[np.float64]
-Scope = Literal["group", "batch"]
 
 EPSILON = 1e-6  # added to a standard deviation before dividing by it; GRPO's published value
 
@@ -73,21 +72,15 @@ def advantages(
     group_ids_N: NDArray[Any],
     role_ids_N: NDArray[Any],
     *,
-    scope: Scope = "group",
     credit: Credit | None = None,
 ) -> Float32:
-    """Advantages float32 [N] of policy loss `loss`. `scope` is cispo's choice: its rewards are normalised over the
-    group, or over the batch's rows of the same role. `credit`: what assigns it, where the loss is in no table.
+    """Advantages float32 [N] of policy loss `loss`. `credit`: what assigns it, where the loss is in no table.
 
     Raises TrainingDivergedError naming the row of a NaN or infinite reward, ConfigurationError for an unknown loss, or
     for spo and rae: their baseline is in no group (see `tracked_advantages` and `baseline_advantages`).
     """
     if credit is None and loss not in CREDIT:
         raise ConfigurationError(f"There is no loss {loss!r}.", f"Known: {', '.join(CREDIT)}.")
-    if scope == "batch":
-        if loss != "cispo":
-            raise ConfigurationError(f"{loss} normalises over groups; only cispo can normalise over the batch.")
-        group_ids_N = np.zeros_like(group_ids_N)  # one group per role
     assign = CREDIT[loss] if credit is None else credit
     return assign(_grouped(rewards_N, group_ids_N, role_ids_N)).astype(np.float32)
 

@@ -53,14 +53,6 @@ def test_whitened_by_hand():
     np.testing.assert_allclose(advantages("reinforce_pp", REWARDS, GROUPS, ROLES), expected, rtol=1e-6)
 
 
-def test_cispo_over_the_batch_by_hand():
-    # One role: mean 5/7, E[R^2] = 11/7, variance 11/7 - 25/49 = 52/49.
-    expected = (REWARDS - 5 / 7) / (math.sqrt(52) / 7 + 1e-6)
-    np.testing.assert_allclose(advantages("cispo", REWARDS, GROUPS, ROLES, scope="batch"), expected, rtol=1e-6)
-    with pytest.raises(ConfigurationError, match="only cispo"):
-        advantages("grpo", REWARDS, GROUPS, ROLES, scope="batch")
-
-
 @pytest.mark.parametrize("loss", tuple(CREDIT))
 def test_roles_that_share_a_group_id_do_not_mix(loss):
     # Helpful 0, 1 and sneaky 10, 11 under one group id: either role's pair is centred on its own mean.
@@ -68,12 +60,6 @@ def test_roles_that_share_a_group_id_do_not_mix(loss):
     assert found[0] == found[1] < 0 < found[2] == found[3]
     apart = advantages(loss, np.array([0.0, 10.0, 1.0, 11.0]), np.array([0, 1] * 2), np.array([HELPFUL, SNEAKY] * 2))
     np.testing.assert_array_equal(found, apart)
-
-
-def test_cispo_over_the_batch_keeps_the_roles_apart():
-    rewards = np.array([0.0, 10.0, 1.0, 11.0])
-    found = advantages("cispo", rewards, np.arange(4), np.array([HELPFUL, SNEAKY] * 2), scope="batch")
-    np.testing.assert_allclose(found, [-1, -1, 1, 1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", tuple(CREDIT))
