@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,20 @@ from numpy.typing import NDArray
 from pvg.evaluation.intervals import Estimate, Float64, Ints, percentile
 
 MOST_POINTS = 101  # of a stored ROC curve
+
+# False-positive rates that the band is cut at: each whole percent. Scores of a trained verifier often have two modes,
+# and their curve is one steep step; where that lies is what is uncertain, and between wider cuts it would be lost.
+PERCENTS = tuple(range(101))
+
+# An interval needs as many flaws above its cut and below it, and has to reach as many correct solutions away from
+# accepting none and all. No resample knows of a flaw above the highest one, or of a rejection that is too rare to have
+# been seen: in simulations of 24 and 128 problems, of smooth curves and of steps, intervals without this rule held the
+# true rate in as little as 0 % of 150 cases at a false-positive rate of 0, and in 30 to 90 % where hardly any correct
+# solution is rejected. Those with it held it in 95 to 99 %, averaged over the cuts.
+FEWEST = 5
+
+ROUNDING = 1e-9  # of a count that was a share
+BLOCK = 2**14  # numbers of one array of a block of resamples: in the cache they are some three times as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +99,81 @@ def roc(positive_N: NDArray[Any], negative_M: NDArray[Any]) -> list[tuple[float,
         return points
     kept = {math.floor(i * (len(points) - 1) / (MOST_POINTS - 1)) for i in range(MOST_POINTS)}
     return [points[i] for i in sorted(kept)]
+
+
+def band(
+    positive_N: NDArray[Any],
+    problems_N: Ints,
+    negative_M: NDArray[Any],
+    problems_M: Ints,
+    weights_BP: Float64,
+    confidence: float,
+) -> list[tuple[float, Estimate]]:
+    """The ROC curve at the false-positive rates PERCENTS: (false-positive rate, true-positive rate with its percentile
+    interval). Empty where a side is. Scores [N] and [M], `problems_*` their problems, numbered below P.
+
+    *Pointwise*, by vertical cuts: every interval is for its own false-positive rate. That all of them hold the true
+    curve at once is less likely than `confidence`. A problem drawn twice brings its positives and its negatives twice;
+    resamples without positives or without negatives have no curve. FEWEST says where there is no interval.
+
+    Sources: Fawcett 2006, An introduction to ROC analysis, Pattern Recognition Letters 27, 861-874 (vertical cuts
+    through several curves, straight lines where scores are tied); Macskassy and Provost 2004, Confidence bands for ROC
+    curves, ROCAI (intervals of such cuts are too tight as a band for the whole curve); Macskassy, Provost and Rosset
+    2005, Pointwise ROC confidence bounds, ROCML (they break down at the curve's ends)."""
+    if not len(positive_N) or not len(negative_M):
+        return []
+    cut = partial(_cut, *_ranked(positive_N, problems_N, negative_M, problems_M))
+    value_K = cut(np.ones((1, weights_BP.shape[1])))[0]
+    solutions, problems = len(positive_N) + len(negative_M), len(np.union1d(problems_N, problems_M))
+    rows = max(1, BLOCK // solutions)
+    blocks = [cut(weights_BP[first : first + rows]) for first in range(0, len(weights_BP), rows)]
+    replicates_KB = np.concatenate(blocks).T
+    points = []
+    for percent, value, replicates_B in zip(PERCENTS, value_K, replicates_KB, strict=True):
+        found = percentile(float(value), replicates_B, confidence, solutions, problems)
+        if found.low is not None and found.high is not None:
+            above = percent * len(negative_M) / 100
+            aside = len(positive_N) * min(found.high, 1.0 - found.low)
+            if min(above, len(negative_M) - above, aside + ROUNDING) < FEWEST:
+                found = replace(found, low=None, high=None)
+        points.append((percent / 100, found))
+    return points
+
+
+def _ranked(
+    positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints
+) -> tuple[Ints, NDArray[np.bool_], Ints]:
+    """All S solutions from the highest score down: their problems [S], which ones are positives [S], and the
+    place of the last one of each of L distinct scores [L]."""
+    scores_S = np.concatenate([positive_N, negative_M])
+    order_S = np.argsort(-scores_S, kind="stable")
+    ranked_S = scores_S[order_S]
+    ends_L = np.append(np.flatnonzero(ranked_S[1:] != ranked_S[:-1]), len(ranked_S) - 1)
+    return np.concatenate([problems_N, problems_M])[order_S], order_S < len(positive_N), ends_L
+
+
+def _cut(problems_S: Ints, positive_S: NDArray[np.bool_], ends_L: Ints, weights_BP: Float64) -> Float64:
+    """float64 [B, K]: the true-positive rate at each of K false-positive rates, by resample; NaN where it has no curve.
+
+    Where a curve is vertical its top counts; where scores are tied it is a straight line, as for `roc` and the AUC."""
+    drawn_BS = weights_BP[:, problems_S]
+    true_BC, false_BC = _corners(drawn_BS * positive_S, ends_L), _corners(drawn_BS * ~positive_S, ends_L)
+    trues_B1, falses_B1 = true_BC[:, -1:], false_BC[:, -1:]
+    wanted_BK = np.array(PERCENTS) * falses_B1 / 100
+    # One search for all resamples: each one's counts are moved above those of the one before. Counts are whole.
+    moved_B1 = np.arange(len(weights_BP))[:, None] * (1 + falses_B1.max())
+    left_BK = np.searchsorted((false_BC + moved_B1).ravel(), np.floor(wanted_BK) + moved_B1, side="right") - 1
+    right_BK = np.minimum(left_BK + 1, true_BC.size - 1)  # read only where there is one
+    true, false = true_BC.ravel(), false_BC.ravel()
+    beyond_BK = wanted_BK - false[left_BK]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope_BK = (true[right_BK] - true[left_BK]) / (false[right_BK] - false[left_BK])
+        cut_BK = (true[left_BK] + np.where(beyond_BK > 0, beyond_BK * slope_BK, 0.0)) / trues_B1
+    return np.where((trues_B1 > 0) & (falses_B1 > 0), cut_BK, np.nan)
+
+
+def _corners(drawn_BS: Float64, ends_L: Ints) -> Float64:
+    """float64 [B, 1+L]: how many have been accepted at each corner of the curve, from none to all."""
+    counts_BC = np.zeros((len(drawn_BS), 1 + len(ends_L)))
+    counts_BC[:, 1:] = np.cumsum(drawn_BS, axis=1)[:, ends_L]
+    return counts_BC

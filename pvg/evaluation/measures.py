@@ -15,7 +15,7 @@ from pvg.evaluation import best_of_n as best
 from pvg.evaluation import calibration as calibrated
 from pvg.evaluation import localisation as located
 from pvg.evaluation import separability as separate
-from pvg.evaluation.detection import auc_of, roc, wins
+from pvg.evaluation.detection import auc_of, band, roc, wins
 from pvg.evaluation.intervals import Estimate, Float64, mean_of, ratio, share_of
 from pvg.evaluation.logistic import sigmoid
 from pvg.evaluation.samples import Scored
@@ -87,17 +87,20 @@ def completeness(own: Scored, threshold: float, section: Evaluate) -> dict[str, 
 def detection(
     name: str, own: Scored, samples: Scored, threshold: float, section: Evaluate, weights_BP: Float64
 ) -> dict[str, Any]:
-    """Soundness, ROC and AUC of one source's flaws; the positives are the round's own correct helpful solutions."""
+    """Soundness, ROC with its band, and AUC of one source's flaws; the positives are the round's own correct helpful
+    solutions."""
     solved, mask = own.helpful_N & own.correct_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
+    cuts = band(positives_N, places_N, negatives_M, places_M, weights_BP, section.confidence)
     return {
         "source": name,
         "solutions": len(samples.rollouts),
         "soundness": share_of(negatives_M < threshold, places_M, section.confidence).plain(),
         "auc": auc_of(counts, weights_BP, section.confidence).plain(),
         "roc": [list(point) for point in roc(positives_N, negatives_M)],
+        "band": [[rate, found.value, found.low, found.high] for rate, found in cuts],
     }
 
 

@@ -90,13 +90,17 @@ class Curves(Strict):
 
 
 class Flaws(Strict):
-    """Detection of one source's flaws. `solutions` were sampled; the flaws among them are soundness.n."""
+    """Detection of one source's flaws. `solutions` were sampled; the flaws among them are soundness.n. `roc`: corners
+    of the curve as (false-positive rate, true-positive rate). `band`: (false-positive rate, true-positive rate, low,
+    high) at fixed false-positive rates, a pointwise band and no simultaneous one; null where there is no interval, and
+    empty where there are no flaws or none to tell them from, or where an older pvg measured it."""
 
     source: str
     solutions: int
     soundness: Number
     auc: Number
     roc: list[tuple[float, float]]
+    band: list[tuple[float, float, float | None, float | None]] = []
 
 
 class Detection(Strict):

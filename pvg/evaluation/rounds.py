@@ -135,12 +135,15 @@ class RoundParts:
         """What a part depends on that reads these sets under this round's verifier."""
         return [self.judge.digest, *(digest_of(self.study, wanted) for wanted in sets)]
 
-    async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
-        """The result of a part of this round, from the disk or by `work`."""
+    async def _unit(
+        self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]], newest: str | None = None
+    ) -> Any:
+        """The result of a part of this round, from the disk or by `work`. What an older pvg computed, without the key
+        `newest`, still holds: it is shown as it is, and computed again where its part is asked for."""
         study, unit = self.study, f"{name}-{self.source}"
         for_ = digest(name, MEASURED, inputs, self._statistics)
         found = study.units.read(unit, for_)
-        if found is None:
+        if found is None or (study.computing and newest is not None and newest not in found):
             study.begin(unit)
             found = await work()
             study.units.write(unit, for_, found)
@@ -236,7 +239,8 @@ class RoundParts:
                 lambda: measures.detection(name, own, flaws, threshold, self.section, self._draws)
             )
 
-        return await self._unit(f"detection-{name}", self._of(round_set(self.study, self.round), wanted), work)
+        inputs = self._of(round_set(self.study, self.round), wanted)
+        return await self._unit(f"detection-{name}", inputs, work, newest="band")
 
     async def _attackers(self) -> Mapping[str, Target]:
         """The attackers of this round that have written their samples, whether or not attacks are asked for now."""

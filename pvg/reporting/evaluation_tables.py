@@ -1,4 +1,4 @@
-"""What `pvg evaluate` found, as terminal tables: every number with its interval and what it rests on."""
+"""What `pvg evaluate` found, as terminal tables: numbers with the intervals that they have, and what they rest on."""
 
 from __future__ import annotations
 

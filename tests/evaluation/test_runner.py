@@ -165,6 +165,42 @@ def test_another_confidence_changes_intervals_and_trains_nothing(measured: RunDi
     assert after.detection.completeness.low > before.detection.completeness.low
 
 
+def test_what_an_older_pvg_measured_is_shown_without_a_band_and_gets_one_where_detection_is_asked_for(
+    measured: RunDirectory, tmp_path: Path
+) -> None:
+    run = copy_of(measured, tmp_path)
+    units = sorted((run.evaluation / "units").glob("detection-*.json"))
+    banded = [path for path in units if "band" in orjson.loads(path.read_bytes())["result"]]
+    assert len(banded) == 4
+    for path in banded:
+        plain = orjson.loads(path.read_bytes())
+        del plain["result"]["band"]
+        path.write_bytes(orjson.dumps(plain))
+    kept = {path: path.read_bytes() for path in (run.evaluation / "units").iterdir()}
+
+    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    assert outcome.report.stale == []
+    before = report_of(measured).rounds[0].detection
+    without = [flaws.model_copy(update={"band": []}) for flaws in before.sources]
+    assert outcome.report.rounds[0].detection == before.model_copy(update={"sources": without})
+    assert {path: path.read_bytes() for path in kept} == kept
+
+    outcome, observer = evaluated(run, evaluated_experiment(), parts=("detection",))
+    assert outcome.report.rounds[0].detection == before
+    assert all(len(flaws.band) == 101 for flaws in before.sources)
+    assert set(observer.phases) == {"measures"}  # no sampling, and no attack
+    assert [path for path in kept if path.read_bytes() != kept[path]] == [path for path in kept if path in banded]
+
+
+def test_a_report_without_bands_is_read(measured: RunDirectory, tmp_path: Path) -> None:
+    plain = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
+    for flaws in plain["rounds"][0]["detection"]["sources"]:
+        del flaws["band"]
+    path = tmp_path / REPORT_FILE
+    path.write_bytes(orjson.dumps(plain))
+    assert [flaws.band for flaws in read_report(path).rounds[0].detection.sources] == [[]] * 4
+
+
 def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> None:
     run = copy_of(measured, tmp_path)
     game = {"reward": "correctness", "sneaky_share": 0.0}

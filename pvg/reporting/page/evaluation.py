@@ -1,4 +1,4 @@
-"""What `pvg evaluate` found of a run, as tables and charts. Every number stands with its interval."""
+"""What `pvg evaluate` found of a run, as tables and charts. Numbers stand with the intervals that they have."""
 
 from __future__ import annotations
 
@@ -124,11 +124,14 @@ def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
         return None
     lines = [
         Line(flaws.source, [[(x, y) for x, y in flaws.roc]] if flaws.roc else [], f"run-{place % SHADES}",
-             "dashed" if place >= SHADES else "")
+             "dashed" if place >= SHADES else "",
+             spread=[(x, low, high) for x, _, low, high in flaws.band if low is not None and high is not None])
         for place, flaws in enumerate(last.detection.sources)
     ]  # fmt: skip
     x = Across(0.0, 1.0, "false-positive rate", _shares())
-    return line_chart(f"ROC of round {last.round}, by source of flaws", lines, x, "share", unit="true-positive rate")
+    areas = "Areas: an interval at each false-positive rate by itself; they hold the whole curve less often."
+    title, note = f"ROC of round {last.round}, by source of flaws", areas if any(line.spread for line in lines) else ""
+    return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
 
 
 def _shares() -> tuple[tuple[float, str], ...]:
