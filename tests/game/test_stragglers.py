@@ -12,7 +12,7 @@ from kill_drill import differences, fingerprint
 from test_configurations import changed, played, rows
 
 from pvg.game.seeds import draw_weighted, generator_for
-from pvg.records import Rollout
+from pvg.records import Role, Rollout
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.store.run_directory import RunDirectory
@@ -44,6 +44,24 @@ def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(settings: dict[
     metrics = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
     assert all(found["zero_signal"] < 1.0 and found["rollouts"] == 16.0 for found in metrics)
     assert all(found["value_error"] > 0.0 for found in metrics)
+
+
+def test_what_spo_has_tracked_ends_with_its_round(tmp_path: Path) -> None:
+    """The next round's prover starts from the base again, against another verifier. In a first batch every row's value
+    is its role's mean reward there, so both means are one; in the next the values are what was learnt before."""
+    _, run = played(changed({**SPO, "game.rounds": 2, "training.steps": 3}), tmp_path)
+    steps = {(row["round"], row["step"]): row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"}
+    assert sorted(steps) == [(round_, step) for round_ in (0, 1) for step in (1, 2, 3)]
+    for round_ in (0, 1):
+        first, second = steps[round_, 1], steps[round_, 2]
+        assert first["value_mean"] == pytest.approx(first["reward_mean"], abs=1e-6)
+        assert abs(second["value_mean"] - second["reward_mean"]) > 1e-3
+        # By the rollouts: |R - mean of its role|, role by role.
+        batch = [r for r in recorded(run) if r.id.startswith(f"{round_:03d}/train_prover/00000/")]
+        paid = {role: [r.reward for r in batch if r.role is role and r.reward is not None] for role in Role}
+        off = [abs(reward - np.mean(of)) for of in paid.values() for reward in of]
+        assert len(off) == 16
+        assert first["value_error"] == pytest.approx(np.mean(off), abs=1e-5)
 
 
 @pytest.fixture
