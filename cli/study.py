@@ -195,10 +195,19 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
 
     for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
         say(f"warning: {warning}.")
-    steps = sum(cell.steps - now[cell.name].done for cell in todo)
-    say(f"{len(todo)} of {len(plan.cells)} games to play, {steps:,} optimizer steps, {plan.processes} at a time.")
+    say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
     with watcher_for(StudyBoard(plan, now)) as watcher, counted_stops() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
+
+
+def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> str:
+    """What is to be done: games to play, with their steps, and games that are played and only to be evaluated."""
+    played = sum(now[cell.name].status == "played" for cell in todo)
+    if played == len(todo):
+        return f"{played} of {len(plan.cells)} games to evaluate"
+    steps = sum(cell.steps - now[cell.name].done for cell in todo)
+    others = f" and {played} to evaluate" if played else ""
+    return f"{len(todo) - played} of {len(plan.cells)} games to play{others}, {steps:,} optimizer steps"
 
 
 def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from calling import ENTRY, pvg
 sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
 from study_samples import PVG, SMALL
+
+from pvg.study.plan import load_study
 
 TINY = """
 name = "tiny"
@@ -132,6 +135,19 @@ def test_changed_settings_are_refused_with_their_names(small: str) -> None:
     more = pvg("study", small, "--seeds", "3")
     assert more.code == 0
     assert "2 of 6 games to play" in more.err
+
+
+def test_games_that_are_only_to_be_evaluated_are_counted_apart(small: str) -> None:
+    assert pvg("study", small, "--seeds", "1").code == 0
+    file = Path("studies/small.toml")
+    file.write_text(file.read_text().replace("threads = 1", 'threads = 1\nevaluate = ["exploit"]'))
+    plan = load_study(small)
+    Path("hashes.json").write_text(json.dumps({cell.name: cell.experiment.hash() for cell in plan.cells}))
+    only = pvg("study", small, "--seeds", "1")
+    assert (only.code, "2 of 2 games to evaluate, 1 at a time." in only.err) == (0, True), only.err
+    shutil.rmtree("runs/small/cgc-seed-000/evaluation")
+    both = pvg("study", small)
+    assert "2 of 4 games to play and 1 to evaluate, 32 optimizer steps, 1 at a time." in both.err
 
 
 def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
