@@ -99,6 +99,17 @@ def test_a_line_tells_its_values_and_is_broken_between_its_pieces() -> None:
     assert paths == ["M250 750L500 500", "M750 0"]  # shares from 0 to 1: half is in the middle
 
 
+@pytest.mark.parametrize(("arms", "opacity"), [(2, "1"), (6, "0.5")])
+def test_bands_lie_beneath_all_lines_and_are_fainter_where_there_are_many(arms: int, opacity: str) -> None:
+    points = [(0.0, 0.2), (1.0, 0.4)]
+    lines = [Line(f"arm {n}", [points], "ink", spread=[(x, y - 0.1, y + 0.1) for x, y in points]) for n in range(arms)]
+    drawn = str(line_chart("t", lines, Across(0, 1), "share"))
+    band, line = 'class="range ink"', 'class="line ink"/></g>'
+    assert drawn.count(band) == drawn.count(line) == arms
+    assert drawn.rindex(band) < drawn.index(line)
+    assert f'style="opacity:{opacity}"' in drawn
+
+
 def test_a_row_of_parts_fills_its_share_of_the_width() -> None:
     page = Page(stacked_row({"rollout": 1.0, "mystery": 2.0, "unaccounted": 1.0}, 8.0))
     widths = [float(str(a["width"])) for name, a in page.tags if name == "rect"]

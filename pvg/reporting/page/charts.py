@@ -18,6 +18,7 @@ from pvg.reporting.page.scales import MOST_POINTS, SPAN, Axis, Bin, Point, movin
 from pvg.reporting.parts import in_order
 
 HEIGHT = 168  # pixels of a small chart's drawing
+FULL_BANDS = 3  # bands around lines: more of them are fainter, or there is nothing else to be seen
 SMOOTHED_FROM = 12  # points: a shorter line needs no mean through it
 WINDOW = 5  # steps of the moving mean
 MOST_BARS = 120
@@ -83,6 +84,7 @@ def line_chart(
     )
     drawing = [
         *(tag("path", d=f"M0 {number(y.y(r.value))}H{number(SPAN)}", class_="reference") for r in references),
+        *_bands_around(lines, x, y),
         *(_drawn(line, x, y) for line in lines),
     ]
     overlay = [
@@ -117,8 +119,6 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
         ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
         drawn.append(tag("path", d=ends, class_=f"whisker {line.style}"))
     told: list[Bin] = []
-    if line.spread:
-        drawn.append(_band_around(line.spread, line.style, x, y))
     for bins in _binned(line):
         told += bins
         places = [x.x(point.x) for point in bins]
@@ -140,10 +140,15 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
     return tag("g", *drawn, **_told(line.name, line.style, [(b.x, b.mean) for b in told]))
 
 
-def _band_around(spread: Sequence[tuple[float, float, float]], style: str, x: Across, y: Axis) -> Html:
-    upper = [f"{number(x.x(place))} {number(y.y(high))}" for place, _, high in spread]
-    lower = [f"{number(x.x(place))} {number(y.y(low))}" for place, low, _ in reversed(spread)]
-    return tag("path", d=f"M{'L'.join([*upper, *lower])}Z", class_=f"range {style}")
+def _bands_around(lines: Sequence[Line], x: Across, y: Axis) -> list[Html]:
+    """What the lines spread over, beneath all of them; the more there are, the fainter."""
+    drawn = []
+    for line in lines:
+        upper = [f"{number(x.x(place))} {number(y.y(high))}" for place, _, high in line.spread]
+        lower = [f"{number(x.x(place))} {number(y.y(low))}" for place, low, _ in reversed(line.spread)]
+        if upper:
+            drawn.append(tag("path", d=f"M{'L'.join([*upper, *lower])}Z", class_=f"range {line.style}"))
+    return [tag("g", *drawn, style=f"opacity:{number(min(1.0, FULL_BANDS / len(drawn)))}")] if drawn else []
 
 
 def _binned(line: Line) -> list[list[Bin]]:
