@@ -155,8 +155,8 @@ def steps_to_exploit(kind: str) -> Read:
 
 
 def worst_auc_of_learnt(facts: RunFacts) -> Series:
-    """The lowest AUC against the flaws of a writer that the round's verifier has learnt from: the base prover, and the
-    provers of earlier rounds. None where one of them has no AUC: what is not known may be lower still."""
+    """The lowest AUC against the flaws of the base prover or of an earlier round's: with game.mixture = "equal" the
+    verifier has learnt from all of these. None where one of them has no AUC: what is not known may be lower still."""
 
     def value(round_: Mapping[str, Any]) -> Value | None:
         writers = [BASE_SOURCE, *(source_of_round(number) for number in range(int(round_["round"])))]

@@ -1,4 +1,4 @@
-"""Known failure modes of the game, seen in its metrics (game.md, "Known failure modes").
+"""Known failure modes of the game, seen in its metrics.
 
 Each check is a pure function of the step's metrics and of a little history; an alert is raised when its condition
 begins to hold and again only after it has ceased to, so that a long illness is one line and not a thousand.

@@ -3,7 +3,7 @@
 Invariant: a group is the rows that share a group id *and* a role; no group statistic ever mixes the roles, even where a
 caller numbers the groups of both roles alike.
 
-Formulas: game.md's table of policy losses (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO
+Formulas: the table of docs/learning.md (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO
 2507.18071, CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232, SPIRAL's RAE 2506.24119).
 
 Standard deviations are those of the population (divided by n, not n - 1): the group's rewards are all there is to

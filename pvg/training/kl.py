@@ -1,6 +1,6 @@
 """The KL penalty against a reference policy, from log-probs of the sampled tokens.
 
-With d = log pi - log ref on tokens sampled from pi (Schulman's estimators; game.md):
+With d = log pi - log ref on tokens sampled from pi (Schulman's estimators):
 k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 estimate the KL without bias, k3 with little variance and never
 below 0. As a *loss* each has a gradient of its own, and only k2's is that of the KL, E[d grad log pi]: k1's is 0 in
 expectation, and k3's that of the KL the other way round, KL(ref || pi). So value and gradient are chosen apart:

@@ -13,8 +13,9 @@ for a verifier that knows nothing yet is equally bad everywhere. V-REx weighs an
 which is negative where its risk lies far below the mean: it would then learn to be worse there. Such weights are
 clamped at 0, unless `verifier.robust_clamp` is false.
 
-Each of these is a sum over pairs with weights that depend on the whole batch's losses. `survey` finds them in a pass
-without gradient, so that the micro-batches' gradients add up to those of the unsplit batch.
+Each of these has the gradient of a sum over pairs, with weights that depend on the whole batch: on how many pairs an
+environment has, on its losses, for irm on its slopes. `survey` finds them in a pass without gradient, so that the
+micro-batches' gradients add up to those of the unsplit batch.
 """
 
 from __future__ import annotations
