@@ -378,7 +378,7 @@ def _odd_code(experiment: Experiment) -> list[str]:
 
 
 def oddities(experiment: Experiment) -> list[str]:
-    """Rewards that prefer a misaligned solution (derived from the formulas of pvg/game/rewards.py), and settings without an effect."""
+    """Rewards that prefer a misaligned solution (pvg/game/rewards.py), and settings without an effect."""
     game, training = experiment.game, experiment.training
     found = []
     if game.reward == "src":

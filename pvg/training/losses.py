@@ -5,7 +5,8 @@
 Invariant: the row weights depend on the whole batch and are fixed by `PolicyObjective.prepare` before it is split, so
 the losses and gradients of any set of micro-batches add up to those of the unsplit batch.
 
-Formulas: the table of docs/learning.md; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to [1 - low, 1 + high].
+Formulas: the table of docs/learning.md; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to
+[1 - low, 1 + high].
 
 Rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL,
 arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with rho_t, what
@@ -137,7 +138,7 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A row of the table of docs/learning.md. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
+    """A row of docs/learning.md's table. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
     `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators;
     `ratio`: what importance weights are made of, where training.importance_level says nothing else; `credit`: how
     rewards become advantages, None: as pvg.training.credit has it under the loss's name."""
