@@ -138,7 +138,7 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A row of docs/learning.md's table. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
+    """A row of docs/learning.md. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
     `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators;
     `ratio`: what importance weights are made of, where training.importance_level says nothing else; `credit`: how
     rewards become advantages, None: as pvg.training.credit has it under the loss's name."""
