@@ -1,0 +1,138 @@
+"""What strengths of the robust losses do, on the mints of a finished game: python benchmarks/robust_strengths.py RUN
+
+For each round after the first, verifiers are trained anew on the round's mint, two draws of pairs for each setting, and
+asked about held-out solutions of each writer, and about the fresh solutions of the prover that came out of the
+round, which they have not learnt from. Prints one JSON line for each round and setting: AUCs, means of the two draws.
+This is what docs/robust.md chose its strengths by:
+
+    pvg train modchain --name strengths -s models.threads=1
+    python benchmarks/robust_strengths.py runs/strengths
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pvg.evaluation.study import Reading
+from pvg.experiment import Experiment, load_experiment
+from pvg.game.ledger import shards_of
+from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.players import Players
+from pvg.game.seeds import seed_for
+from pvg.game.states import Phase
+from pvg.game.verifier_phase import optimizer_settings, pair_stream
+from pvg.records import Float32, Rollout
+from pvg.store.pairs import PairView, is_held_out
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
+from pvg.tasks import open_task
+from pvg.training.trainer import Trainer
+from pvg.verifier.data import PairSource
+from pvg.verifier.measures import auc
+from pvg.verifier.robust import objective_for
+
+DRAWS = (0, 1)
+STRENGTHS: dict[str, Sequence[float]] = {
+    "none": (1.0,),
+    "balanced": (1.0,),
+    "vrex": (1.0, 10.0, 100.0),
+    "irm": (0.1, 1.0, 10.0, 100.0),
+    "group_dro": (0.1, 1.0),
+}
+WARMED = (("vrex", 10.0, 30), ("irm", 1.0, 30))
+
+
+def settings() -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = [("verifier.steps=180",)]
+    plain = [(loss, strength, 0) for loss, strengths in STRENGTHS.items() for strength in strengths]
+    for loss, strength, warmup in [*plain, *WARMED]:
+        found.append(
+            (
+                f"verifier.robust={loss}",
+                f"verifier.robust_strength={strength}",
+                f"verifier.robust_warmup={warmup}",
+            )
+        )
+    return found
+
+
+def auc_of(rollouts: Sequence[Rollout], scores_N: Float32) -> float:
+    correct_N = np.array([rollout.grade.correct for rollout in rollouts], dtype=bool)
+    return float(auc(scores_N[correct_N], scores_N[~correct_N]))
+
+
+async def trained(experiment: Experiment, reading: Reading, round_: int, draw: int) -> dict[str, float]:
+    """AUCs of one verifier: of all held-out solutions of the mint, of each writer's, and of the next prover's."""
+    section, sources = experiment.verifier, sources_for_round(round_)
+    players = Players(experiment, open_task(experiment.task))
+    try:
+        view = PairView(
+            RolloutShards(reading.directory.path),
+            shards_of(reading.state, round_, Phase.MINT.value),
+            keep=lambda problem: not is_held_out(problem, section.held_out),
+        )
+        stream = pair_stream(section, view, source_weights(experiment.game, sources), seed_for(draw, round_, "pairs"))
+        verifier = players.open_verifier(round_)
+        source = PairSource(
+            stream,
+            players.template(verifier),
+            verifier,
+            section,
+            executor=players.executor,
+            start_step=0,
+            source_fingerprint=players.base.tokenizer.fingerprint,
+        )
+        objective = objective_for(section, verifier.tokenizer.pad_id, environments=len(sources))
+        trainer = Trainer(
+            verifier,
+            objective,
+            optimizer_settings(section),
+            source,
+            executor=players.executor,
+            precision=section.precision,
+            waits_for="pairs",
+            section="verifier",
+        )
+        while trainer.steps_done < section.steps:
+            await trainer.step()
+        scorer = players.scorer(verifier)
+        minted = [
+            rollout
+            for rollout in reading.read_rollouts(round_, Phase.MINT.value)
+            if is_held_out(rollout.problem_id, section.held_out)
+        ]
+        scores_N = await scorer.score(minted)
+        writers_N = np.array([rollout.source for rollout in minted])
+        found = {"all": auc_of(minted, scores_N)}
+        for name in sources:
+            rows = np.flatnonzero(writers_N == name)
+            found[name] = auc_of([minted[row] for row in rows], scores_N[rows])
+        fresh = list(reading.read_rollouts(round_, Phase.CHECKPOINT.value))
+        found["next prover"] = auc_of(fresh, await scorer.score(fresh))
+        verifier.close()
+        return found
+    finally:
+        await players.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a finished game")
+    run: Path = parser.parse_args().run
+    reading = Reading.open(RunDirectory(run))
+    for round_ in range(1, reading.rounds):
+        for setting in settings():
+            experiment = load_experiment(run / "experiment.toml", setting)
+            rows = [asyncio.run(trained(experiment, reading, round_, draw)) for draw in DRAWS]
+            means = {key: round(float(np.mean([row[key] for row in rows])), 3) for key in rows[0]}
+            print(json.dumps({"round": round_, "setting": " ".join(setting), "auc": means}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
