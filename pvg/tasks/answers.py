@@ -1,18 +1,25 @@
-"""The final answer of a written solution, and exact comparison of numbers. For every task whose answers are numbers.
+"""Reads the final answer of a written solution, and compares numbers exactly. For every task whose answers are numbers.
 
     extract("... so 48/2 = 24.\\n#### $1,200.00 a year")  -> FinalAnswer(text="1,200.00", value=1200, marker="####")
+    extract("#### 7 or 8")                              -> None: two numbers are no answer
     same_number("1 1/2", "1.50")                        -> True
 
-Where the answer is looked for, in this order; within a kind the last one counts:
+Three markers announce an answer:
 
-1. `####` with a number behind it (the published form of GSM8K; a heading such as `#### Step` is none),
-2. `\\boxed{...}`,
-3. "answer is", "answer:", "answer =" with a number behind it,
-4. no marker: the last number of the text. If that one cannot be read (`3/0`, `1,2,3`), there is no answer.
+- `####` with a number behind it (the published form of GSM8K; a heading such as `#### Step` is no answer),
+- `\\boxed{...}`,
+- "answer is", "answer:", "answer =" with a number behind it.
 
-Behind a marker the answer is the number that leads the line, after markup, currency signs and a few filler words. What
-follows the number (units, percent signs, text) is ignored; of `48 + 24 = 72` the side without a calculation is taken.
-So a percent sign is a unit: `50%` is 50. Nothing is evaluated.
+Rules:
+
+1. The last marked answer counts, whatever its marker. So a later answer that contradicts an earlier one wins.
+2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
+   signs, markup and a few filler words may stand around it. A second number, a calculation, a range or an "or" makes it
+   unclear, and the text has no answer. So a solution that names several candidates earns nothing.
+3. A text without any marker is read for its last number. If that one cannot be read (`3/0`, `1,2,3`), there is no
+   answer.
+
+A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Nothing is evaluated.
 
 Invariants: no text makes these functions raise or take more than time linear in its length; values are exact
 rationals, so `0.1 + 0.2` problems do not exist and `0.33` is not one third.
@@ -22,6 +29,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,13 +40,16 @@ Marker = Literal["####", "boxed", "phrase", "last number"]
 
 # A digit string or a power of ten beyond this is noise or an attack, never the answer of a word problem.
 MOST_DIGITS = 200
-# Characters behind a marker that may hold its answer; the rest of a longer line is text about it.
+# An answer begins within this many characters behind its marker, and a box holds at most as many.
 SEGMENT = 200
+
+NO_ANSWER = "no final answer"
+UNCLEAR = "the answer is not one number"
 
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """The answer as written (sign and digits, markup and currency removed), its value, and what gave it away."""
+    """The answer as written (sign and digits, without markup and currency), its value, and the marker before it."""
 
     text: str
     value: Fraction
@@ -47,24 +58,27 @@ class FinalAnswer:
 
 def extract(text: str) -> FinalAnswer | None:
     """The final answer of `text` by the rules of this module, None when there is none."""
+    found = read(text)
+    return found if isinstance(found, FinalAnswer) else None
+
+
+def read(text: str) -> FinalAnswer | str:
+    """The final answer of `text`, or why there is none: NO_ANSWER or UNCLEAR."""
     text = _plain(text)
-    marked: tuple[tuple[Marker, Iterator[str]], ...] = (
-        ("####", _hashed(text)),
-        ("boxed", _boxed(text)),
-        ("phrase", _phrased(text)),
-    )
-    for marker, segments in marked:
-        for segment in segments:
-            if found := _leading(segment):
-                return FinalAnswer(*found, marker)
+    for mark in reversed(_marks(text)):
+        if led := _leading(text, mark.start, mark.end):
+            number = _only_number(text, led, mark)
+            return FinalAnswer(*number, mark.marker) if number else UNCLEAR
     numbers = deque(NUMBER.finditer(text), maxlen=1)
-    found = _read(numbers[0], piece=-1) if numbers else None
-    return FinalAnswer(*found, "last number") if found else None
+    found = _last_piece(numbers[0]) if numbers else None
+    return FinalAnswer(*found, "last number") if found else NO_ANSWER
 
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number and formatting or units around it (`$1,200`, `-3/4`, `72 apples`)."""
-    found = _leading(_plain(text))
+    text = _plain(text)
+    led = _leading(text, 0, len(text))
+    found = _only_number(text, led, _Mark("boxed", 0, len(text))) if led else None
     return found[1] if found else None
 
 
@@ -81,98 +95,185 @@ def same_answer(first: str | None, second: str | None) -> bool:
     return first.strip() == second.strip() or same_number(first, second)
 
 
-# --- markers: the text behind each, the last one first -----------------------------------------------------------
+# --- markers -----------------------------------------------------------------------------------------------------
 
-HASHES = re.compile(r"#{4,}+")
-BOX = re.compile(r"\\f?boxed ?\{")
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A marker, and from where to where in the text its answer may begin."""
+
+    marker: Marker
+    start: int
+    end: int
+
+
+HASHES = re.compile(r"#{4,}+(?:[ \t]*+#{4,}+)*+")
+BRACES = re.compile(r"(?P<box>\\f?boxed ?\{)|[{}]")
 PHRASE = re.compile(
     r"\banswer[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?[ \t]{0,3}(?:\b(?:is|are|was|equals)\b ?:?|[:=])[*_`]{0,3}",
     re.IGNORECASE,
 )
 BULLET = re.compile(r"\s*\n\s*[-*•] ")
+BLANK = re.compile(r"\s*+")
 
 
-def _hashed(text: str) -> Iterator[str]:
-    for match in reversed(list(HASHES.finditer(text))):
-        yield _line(text, match.end())
+def _marks(text: str) -> list[_Mark]:
+    """All markers in the order of the text. One within the line of a `####` answer belongs to that answer."""
+    hashed: list[_Mark] = []
+    ends: list[int] = []  # where the line of each of these ends
+    for match in HASHES.finditer(text):
+        if not ends or match.start() > ends[-1]:
+            mark = _Mark("####", *_window(text, match.end()))
+            if _leading(text, mark.start, mark.end):
+                hashed.append(mark)
+                ends.append(_answer_end(text, mark.start, mark))
+    marks = hashed.copy()
+    for mark in (*_boxes(text), *(_Mark("phrase", *_window(text, match.end())) for match in PHRASE.finditer(text))):
+        line = bisect_left(ends, mark.start)
+        if line == len(ends) or mark.start < hashed[line].start:
+            marks.append(mark)
+    return sorted(marks, key=lambda mark: mark.start)
 
 
-def _phrased(text: str) -> Iterator[str]:
-    for match in reversed(list(PHRASE.finditer(text))):
-        yield _line(text, match.end())
+def _boxes(text: str) -> Iterator[_Mark]:
+    """The inside of each box that is closed."""
+    opened: list[int] = []  # where the inside of each open brace begins; negative for a brace that is no box
+    for match in BRACES.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if match["box"] else -1)
+        elif opened and (start := opened.pop()) >= 0 and match.start() - start <= SEGMENT:
+            yield _Mark("boxed", start, match.start())
 
 
-def _boxed(text: str) -> Iterator[str]:
-    for match in reversed(list(BOX.finditer(text))):
-        depth = 1
-        for offset, character in enumerate(text[match.end() : match.end() + SEGMENT]):
-            depth += {"{": 1, "}": -1}.get(character, 0)
-            if depth == 0:
-                yield text[match.end() : match.end() + offset]
-                break
+def _window(text: str, start: int) -> tuple[int, int]:
+    """Begin and end of the line behind a marker, or of the next one when that one is blank, at most SEGMENT characters.
 
-
-def _line(text: str, start: int) -> str:
-    """The line behind a marker, or the next line when that one is blank; a bullet there is not a minus sign."""
-    segment = text[start : start + SEGMENT]
-    if start + SEGMENT < len(text):  # cut between words: half a number would be another number
-        segment = segment[: max(segment.rfind(" "), segment.rfind("\n")) + 1]
-    if bullet := BULLET.match(segment):
-        segment = segment[bullet.end() :]
-    return segment.strip().partition("\n")[0]
+    A bullet at the beginning of the next line is not a minus sign.
+    """
+    end = min(start + SEGMENT, len(text))
+    skipped = BULLET.match(text, start, end) or BLANK.match(text, start, end)
+    start = skipped.end() if skipped else start
+    line_end = text.find("\n", start, end)
+    if line_end >= 0:
+        return start, line_end
+    if end < len(text):  # cut between words: half a number would be another number
+        end = max(text.rfind(" ", start, end) + 1, start)
+    return start, end
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------
 
+
 # A maximal run of what may belong to one number. It never fails once it has begun, so that scanning a text is linear;
 # whether the run is a number is for `_value` to say.
-RUN = r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)\.?[0-9](?:[0-9]|[.,'_ ](?=[0-9])| ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+"
+def _number(sign: str, joint: str = "") -> re.Pattern[str]:
+    """The pattern of a number: with the signs that it may have, and what may join its digits beside the usual."""
+    run = (
+        r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)\.?[0-9]"
+        rf"(?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+"
+    )
+    return re.compile(
+        rf"(?:(?<![A-Za-z0-9)])(?P<sign>{sign}))?(?:\\?[$€£¥₹] ?(?P<inner>-)?)?(?P<run>{run})"
+        rf"(?: ?{TIMES} ?10 ?(?:\^|\*\*) ?\{{?(?P<power>[-+]?[0-9]+)\}}?)?"
+    )
+
+
 TIMES = r"(?:x|\*|×|·|⋅|\\times|\\cdot)"
-NUMBER = re.compile(
-    rf"(?:(?<![A-Za-z0-9)])(?P<sign>[-+]) ?)?(?:\\?[$€£¥₹] ?(?P<inner>-)?)?(?P<run>{RUN})"
-    rf"(?: ?{TIMES} ?10 ?(?:\^|\*\*) ?\{{?(?P<power>[-+]?[0-9]+))?"
-)
+# Some write an em dash for a minus sign. In running text it is one only right before the digits.
+NUMBER = _number(sign=r"[-+] ?|\u2014")
+# Behind a marker `1, 000` is one number. In running text it may be a list.
+MARKED_NUMBER = _number(sign=r"[-+\u2014] ?", joint=r", (?=[0-9]{3}(?![0-9]))|")
 LEAD = re.compile(
     r"(?:[\s*_`~≈:=>\"'(\[{]|\\[a-zA-Z]++|\\\(|\\\[|\$(?=[-\\*$])|"
     r"\b(?:the|final|answer|is|about|approximately|around|roughly|simply|just|only|exactly|therefore|thus|so|now|"
-    r"equal|equals|to|USD?|EUR|GBP|Rs)\b\.?)*+",
+    r"either|between|from|maybe|perhaps|possibly|equal|equals|to|USD?|EUR|GBP|Rs)\b\.?)*+",
     re.IGNORECASE,
 )
-CALCULATION = re.compile(rf"\s*(?:[-+/÷]|{TIMES})\s*[$€£¥₹]?[0-9]")
-GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,3}(?: [0-9]{3})++|[0-9]{1,3}(?:'[0-9]{3})++|[0-9]{1,3}(?:_[0-9]{3})++"
+SCALE = re.compile(r"[kK]\b|[ -]?(?P<word>hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SENTENCE_END = re.compile(r"[.!?](?=[\s*_`$)]|$)|\n")
+# Digits that belong to a unit.
+UNIT = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:[kcmd]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi)?met(?:er|re)s?|units?)"
+    r" ?(?:\^ ?\{?|\*\*)?[23]\}?|CO2|H2O)(?![A-Za-z0-9])"
+)
+DIGIT = re.compile(r"[0-9]")
+# "one" is left out: "5 for each one" names no second number.
+SPOKEN = {"zero": 0, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+SPOKEN |= {"eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16, "seventeen": 17}
+SPOKEN |= {"eighteen": 18, "nineteen": 19, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60}
+SPOKEN |= {"seventy": 70, "eighty": 80, "ninety": 90}
+CHOICE = re.compile(rf"\b(?:(?P<spoken>{'|'.join(SPOKEN)})|or)\b", re.IGNORECASE)
+GROUPED = (
+    r"[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,3}(?: [0-9]{3})++|[0-9]{1,3}(?:'[0-9]{3})++|[0-9]{1,3}(?:_[0-9]{3})++|"
+    r"[0-9]{1,3}(?:, [0-9]{3})++"
+)
 DECIMAL = rf"(?:(?:{GROUPED}|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]++)?"
 SINGLE = re.compile(DECIMAL)
 RATIO = re.compile(rf"({DECIMAL}) ?/ ?({DECIMAL})")
 MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
 
 
-def _leading(segment: str) -> tuple[str, Fraction] | None:
-    """The number that leads `segment`; of an equation, its rightmost side that is one number and not a calculation."""
-    head = segment.rpartition("=")[0]
-    sides = segment.split("=") if head.count("(") == head.count(")") else [segment]
-    for side in reversed(sides):
-        lead = LEAD.match(side)
-        match = NUMBER.match(side, lead.end() if lead else 0)
-        if match and (len(sides) == 1 or not CALCULATION.match(side, match.end())):
-            return _read(match, piece=0)
+def _leading(text: str, start: int, end: int) -> re.Match[str] | None:
+    """The number that leads `text[start:end]`, or what stands behind its last equals sign (`x = 72`)."""
+    for begin in (start, text.rfind("=", start, end) + 1):
+        if begin >= start:
+            lead = LEAD.match(text, begin, end)
+            if match := MARKED_NUMBER.match(text, lead.end() if lead else begin, end):
+                return match
     return None
 
 
-def _read(match: re.Match[str], piece: int) -> tuple[str, Fraction] | None:
-    """Text and value of a match of NUMBER. Where the run is several numbers, `piece` tells which is meant."""
+def _only_number(text: str, match: re.Match[str], mark: _Mark) -> tuple[str, Fraction] | None:
+    """Text and value of the number that leads an answer, None where it is not the only one of its answer."""
+    value = _value(match["run"])
+    if value is None:
+        return None
+    end = _answer_end(text, match.end(), mark)
+    scale = SCALE.match(text, match.end(), end)
+    after = scale.end() if scale else match.end()
+    others = UNIT.sub("", text[after:end])
+    if DIGIT.search(text, mark.start, match.start()) or DIGIT.search(others):
+        return None
+    if any(not choice["spoken"] or SPOKEN[choice["spoken"].lower()] != value for choice in CHOICE.finditer(others)):
+        return None
+    return _signed(match, match["run"], value, POWERS.get((scale["word"] or "thousand").lower(), 0) if scale else 0)
+
+
+def _answer_end(text: str, start: int, mark: _Mark) -> int:
+    """Where the line, sentence or box ends whose number ends at `start`."""
+    if mark.marker == "boxed":
+        return mark.end
+    if mark.marker == "phrase":
+        sentence = SENTENCE_END.search(text, start)
+        return sentence.start() if sentence else len(text)
+    line = text.find("\n", start)
+    return line if line >= 0 else len(text)
+
+
+def _last_piece(match: re.Match[str]) -> tuple[str, Fraction] | None:
+    """Text and value of a match of NUMBER. Where its run is several numbers, the last one is meant."""
     run = match["run"]
     value = _value(run)
     if value is None and " " in run and "/" not in run:
-        run = run.split(" ")[piece]
+        run = run.rpartition(" ")[2]
         value = _value(run)
-    if value is None:
-        return None
+    return None if value is None else _signed(match, run, value)
+
+
+def _signed(match: re.Match[str], run: str, value: Fraction, scale: int = 0) -> tuple[str, Fraction] | None:
+    """Text and value with the sign and the power of ten of `match`, and a further power of ten `scale`."""
     if match["power"]:
         if len(match["power"]) > 4 or abs(int(match["power"])) > MOST_DIGITS:
             return None
         value *= Fraction(10) ** int(match["power"])
         run += f"e{match['power']}"
-    negative = (match["sign"] == "-") != (match["inner"] == "-")
+    if scale:
+        value *= 10**scale
+        run = str(value)
+    if _value(run) != value:  # for example 1/2 x 10^3, whose text would be read as 1/(2 x 10^3)
+        return None
+    negative = ((match["sign"] or "+")[0] != "+") != (match["inner"] == "-")
     return ("-" + run, -value) if negative else (run, value)
 
 
@@ -206,6 +307,7 @@ LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])")
 FOREIGN = re.compile(r"[^\x00-\x7f]")
 SPELLED = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
+    "\u2015": "\u2014",  # the horizontal bar
     **dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", ""),  # invisible
     "\u2044": "/",  # the fraction slash
 }

@@ -18,7 +18,7 @@ import orjson
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.records import Grade, Problem, Split
 from pvg.sections import Gsm8kTask
-from pvg.tasks.answers import extract, parse_number
+from pvg.tasks.answers import extract, parse_number, read
 
 SHORT_ID = 8
 LONG_ID = 16  # for the questions of a file whose short digests are the same
@@ -57,12 +57,13 @@ class Gsm8k:
     def grade(self, problem: Problem, completion: str) -> Grade:
         """Correct: the extracted number (see pvg.tasks.answers) has exactly the reference's value.
 
-        Well-formed: there is an answer. Without any marker the last number counts as one, and the note says so: base
-        models seldom write a marker, and a task on which nothing is well-formed teaches nothing.
+        Well-formed: there is one answer. A marked answer that names several numbers or a calculation is not
+        well-formed. Without any marker the last number counts as the answer, and the note says so: base models seldom
+        write a marker, and a task on which nothing is well-formed teaches nothing.
         """
-        found = extract(completion)
-        if found is None:
-            return Grade(correct=False, well_formed=False, note="no final answer")
+        found = read(completion)
+        if isinstance(found, str):
+            return Grade(correct=False, well_formed=False, note=found)
         note = "no answer marker: the last number was taken" if found.marker == "last number" else ""
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 

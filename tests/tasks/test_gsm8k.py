@@ -118,7 +118,11 @@ def test_missing_data_says_how_to_set_the_path(tmp_path):
         ("1080 of 2000", False, True, "no answer marker: the last number was taken"),
         ("I do not know", False, False, "no final answer"),
         ("", False, False, "no final answer"),
-        ("#### 1080/0", False, False, "no final answer"),
+        ("#### 1080/0", False, False, "the answer is not one number"),
+        ("#### 1080 or 1081", False, False, "the answer is not one number"),
+        ("#### 1080\nActually I am wrong, the answer is 6.", False, True, ""),
+        ("#### 6\nActually I am wrong, the answer is 1080.", True, True, ""),
+        ("#### 1, 080", True, True, ""),
     ],
 )
 def test_grades(write, completion, correct, well_formed, note):
