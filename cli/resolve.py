@@ -13,6 +13,6 @@ DEFAULT_EXPERIMENT = "modchain"
 def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
     """The experiment `name` (a name or a file; None: the default) with the overrides applied, validated, and
     the files of the user's own that it names found."""
-    experiment = load_experiment(find_experiment(name or DEFAULT_EXPERIMENT), overrides)
+    experiment = load_experiment(find_experiment(DEFAULT_EXPERIMENT if name is None else name), overrides)
     check_references(experiment)
     return experiment

@@ -12,7 +12,7 @@ from pvg.errors import MissingRequirementError, StateError, UsageError
 from pvg.experiment import Experiment, differences, load_experiment, read_override
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.sections import Store
-from pvg.store.run_directory import RunDirectory
+from pvg.store.run_directory import RunDirectory, refuse_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan
     """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists."""
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
+    refuse_name(wanted)
     free, number = wanted, 1
     while name is None and (root / free).exists():
         number += 1

@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 import pvg
 from pvg.errors import ConfigurationError, UsageError
 from pvg.experiment_checks import impossibilities, oddities
+from pvg.inputs import DEEPEST, check_settings, expanded, read_input, shortened
 from pvg.sections import (
     TASKS,
     URL_EXAMPLE,
@@ -45,6 +46,8 @@ from pvg.sections import (
     Weights,
 )
 
+# Runs are folders of this name, with a number behind it where several have it; most file systems end at 255 bytes.
+LONGEST_NAME = 100
 # Sections that do not change what is computed: they may differ between a run and its resumption.
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate"})
 
@@ -52,7 +55,7 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 class Experiment(Section):
     """A whole experiment, resolved. `arithmetic()` shows the numbers derived from it."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "modchain"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)] = "modchain"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     task: TaskSection = ModchainTask()
     models: Models = Models()
@@ -195,13 +198,25 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """The data of the TOML file of a `kind`. Raises UsageError or ConfigurationError that name the file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_input(path).decode(), str(path))
     except FileNotFoundError:
         raise UsageError(f"There is no {kind} file {path}.") from None
     except OSError as error:
         raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
+
+
+def parse_toml(text: str, origin: str) -> dict[str, Any]:
+    """The data of a TOML text. Raises ConfigurationError, naming `origin`, for what is no TOML or no settings."""
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigurationError(f"{origin}: the values are nested more than {DEEPEST} levels deep.") from None
+    except ValueError as error:  # TOMLDecodeError, and Python's refusal of integers with thousands of digits
+        raise ConfigurationError(f"{origin} is not valid TOML: {str(error).partition(';')[0].rstrip('.')}.") from None
+    check_settings(data, origin)
+    return data
 
 
 def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
@@ -218,10 +233,24 @@ def parse_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not separator or not key:
         raise UsageError(f"--set {text!r} is not of the form key=value.", "For example: --set training.steps=30")
+    if key.count(".") >= DEEPEST:
+        raise ConfigurationError(f"--set {shortened(key)}: the key has more than {DEEPEST} parts.")
+    return key, _value(key, value)
+
+
+def _value(key: str, text: str) -> Any:
+    """TOML where the text parses as one TOML value, a plain string where it does not."""
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return key, value.strip()
+        found = {}
+    except RecursionError:
+        raise ConfigurationError(f"{shortened(key)}: the value is nested more than {DEEPEST} levels deep.") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{shortened(key)}: {str(error).partition(';')[0]}.") from None
+    value = found["value"] if found.keys() == {"value"} else text.strip()
+    check_settings({key: value}, shortened(f"--set {key}={text}"))
+    return value
 
 
 def read_override(text: str) -> list[tuple[str, Any, str]]:
@@ -229,7 +258,7 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
     file for `@FILE`. Raises UsageError and ConfigurationError that name what is wrong."""
     if not text.startswith("@"):
         return [(*parse_override(text), f"--set {text}")]
-    path = Path(text[1:]).expanduser()
+    path = expanded(text[1:], "--set")
     return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
 
 
@@ -248,10 +277,10 @@ def parse_list(text: str) -> tuple[str, list[Any]]:
     key = key.strip()
     if not separator or not key or not values.strip(" ,"):
         raise UsageError(f"{text!r} is not of the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
-    try:
-        return key, tomllib.loads(f"values = [{values}]")["values"]
-    except tomllib.TOMLDecodeError:
-        return key, [parse_override(f"{key}={value}")[1] for value in values.split(",") if value.strip()]
+    whole = _value(key, f"[{values}]")
+    if isinstance(whole, list):
+        return key, whole
+    return key, [parse_override(f"{key}={value}")[1] for value in values.split(",") if value.strip()]
 
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
@@ -344,6 +373,8 @@ def valid_keys() -> list[str]:
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
     """The known word most like `word`, if any is alike."""
+    if len(word) > 2 * max(map(len, known), default=0):
+        return None
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return found[0] if found else None
 

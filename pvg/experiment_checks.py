@@ -87,6 +87,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
         _impossible_verifiers,
         _impossible_roles,
         impossible_learning,
+        _impossible_attacks,
         _impossible_code,
         protocol_impossibilities,
     ):
@@ -98,6 +99,17 @@ def reward_impossibilities(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of the reward, but for what it asks of the game's two roles: an attacker of
     `pvg evaluate` has one, and any of the rewards."""
     return _impossible_stragglers(experiment)
+
+
+def _impossible_attacks(experiment: Experiment) -> list[str]:
+    """Of the impossible combinations, those of `pvg evaluate`: refused before hours of training, not after."""
+    section = experiment.evaluate
+    if not section.attacks or section.attack_window <= section.attack_steps:
+        return []
+    return [
+        f"evaluate.attack_window = {section.attack_window} batches do not fit into evaluate.attack_steps = "
+        f"{section.attack_steps}, so no attack could succeed; raise the steps, or lower the window"
+    ]
 
 
 def _impossible_prefetch(experiment: Experiment) -> list[str]:

@@ -24,12 +24,19 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field
 
 from pvg.errors import ConfigurationError, PvgError
+from pvg.inputs import expanded, read_input
 
 REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
 # The type of a setting that takes such a name beside pvg's own.
 Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
 # The settings that take one, by section.
 EXTENSIBLE = {"task": ("source",), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
+
+# What a top level can give a name to that is never called.
+PLAIN = (
+    *(ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.BinOp, ast.UnaryOp, ast.Compare),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,7 +48,7 @@ def is_reference(name: str) -> bool:
 
 def split_reference(name: str) -> tuple[Path, str]:
     path, _, attribute = name.rpartition(":")
-    return Path(path).expanduser(), attribute
+    return expanded(path, name), attribute
 
 
 def resolve(key: str, name: str, table: Mapping[str, T], kind: type = object) -> T:
@@ -74,6 +81,8 @@ def check_references(experiment: BaseModel) -> None:
         path, attribute = split_reference(name)
         tree = _parsed(key, path, _source(key, path))
         defined, imported = set(_defined(tree)), set(_imported(tree))
+        if complaint := _unusable(key, attribute, tree):
+            raise ConfigurationError(f"{key} = {name!r}: {attribute!r} of {path} {complaint}.")
         if not {attribute, "*"} & (defined | imported):
             raise ConfigurationError(
                 f"{key} = {name!r}: {path} defines no {attribute!r}.",
@@ -111,7 +120,7 @@ def sources(experiment: BaseModel) -> dict[str, bytes]:
 
 def _source(key: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_input(path)
     except OSError as error:
         raise ConfigurationError(
             f"{key}: {path} cannot be read: {error.strerror}.",
@@ -136,6 +145,24 @@ def _defined(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+
+
+def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
+    """Why what the file's top level last gives that name to cannot be meant, as far as its text shows; else "".
+
+    `training.loss` is an object and `task.source` a class; all others are called.
+    """
+    found = [node for node in tree.body if attribute in _defined(ast.Module([node], []))]
+    if not found:
+        return ""
+    if isinstance(found[-1], ast.Assign | ast.AnnAssign):
+        return "is a plain value, and should be code" if isinstance(found[-1].value, PLAIN) else ""
+    wanted = {"training.loss": "a PolicyLoss", "task.source": "a class"}.get(key, "something that can be called")
+    if isinstance(found[-1], ast.AsyncFunctionDef):
+        return f"is an async function, and should be {wanted}"
+    if isinstance(found[-1], ast.FunctionDef) and key == "training.loss":
+        return f"is a function, and should be {wanted}"
+    return ""
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

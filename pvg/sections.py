@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -17,7 +18,7 @@ from pvg.extensions import Reference
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
 Folder = Annotated[Path, Field(strict=False)]  # TOML has no paths: text becomes one
 
 
@@ -122,8 +123,8 @@ class ModelSection(Section):
 class Models(Section):
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
-    device: str = "auto"
-    threads: Annotated[int, Field(ge=0)] = 0  # 0: as many as the machine has cores
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)$")] = "auto"
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: as many as the machine has cores
 
 
 class Rollouts(Section):
@@ -369,11 +370,20 @@ def _names(value: Any) -> Any:
     """Names as a list, each once."""
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
-    return tuple(dict.fromkeys(value)) if isinstance(value, (list, tuple)) else value
+    named = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+    return tuple(dict.fromkeys(value)) if named else value
 
 
 def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Each server once, however its address is written."""
+    """Each server once, however its address is written. Raises ValueError for an impossible host or port."""
+    for url in value:
+        try:
+            parts = urlsplit(url)
+            possible = bool(parts.hostname) and parts.port != 0 and not parts.username and parts.path in ("", "/")
+        except ValueError:  # a port beyond 65535, or half a bracket
+            possible = False
+        if not possible or set(url) & set("?#@\\"):
+            raise ValueError(f"{url!r} is not the address of a server. {URL_EXAMPLE}")
     return tuple(dict.fromkeys(url.rstrip("/").lower() for url in value))
 
 
@@ -392,7 +402,7 @@ class Serving(Section):
     share_prefix: bool = True  # prompts that begin alike are computed once; false: every request has a salt of its own
     seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
     connect_timeout_s: Positive = 5.0
-    probe_every_s: Positive = 2.0  # how often each server is asked whether it lives
+    probe_every_s: Annotated[float, Field(ge=0.01)] = 2.0  # how often each server is asked whether it lives
     probe_timeout_s: Positive = 15.0  # a server that is silent for longer is given up until it answers
     unavailable_s: Positive = 120.0  # how long a request waits for any server to come back
     retries: Annotated[int, Field(ge=0)] = 5  # of one request, after failures of servers
@@ -464,11 +474,11 @@ class Evaluate(Section):
 class Telemetry(Section):
     """What is watched, and when it warns. Changes nothing that is computed."""
 
-    refresh_per_second: Positive = 8.0
+    refresh_per_second: Annotated[float, Field(gt=0.0, le=60.0)] = 8.0
     event_loop: Literal["uvloop", "asyncio"] = "uvloop"
     shortest_span_ms: Annotated[float, Field(ge=0.0)] = 0.2  # shorter spans count in the budget, but are not written
-    device_every_s: Positive = 5.0  # between two samples of the GPU, the CPU and the memory
-    loop_lag_hz: Positive = 10.0
+    device_every_s: Annotated[float, Field(ge=0.01)] = 5.0  # between two samples of the GPU, the CPU and the memory
+    loop_lag_hz: Annotated[float, Field(gt=0.0, le=1000.0)] = 10.0
     loop_lag_p90_s: Positive = 1.0  # warn above these
     loop_lag_p99_s: Positive = 5.0
     loop_lag_max_s: Positive = 30.0

@@ -19,6 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pvg.errors import MissingRequirementError, UsageError
+from pvg.inputs import REPORT_BYTES, read_input
 from pvg.store.atomic import write_output
 
 SCHEMA_VERSION = 1
@@ -158,7 +159,8 @@ def work_of(report: BenchReport) -> dict[str, Any]:
 def read_report(path: Path) -> BenchReport:
     """Raises UsageError where there is no such file, or no report of this schema version in it."""
     try:
-        data = orjson.loads(path.read_bytes())
+        text = read_input(path, REPORT_BYTES)
+        data = orjson.loads(text)
     except OSError as error:
         raise UsageError(f"The report {path} cannot be read: {error.strerror}.") from None
     except orjson.JSONDecodeError as error:
@@ -168,7 +170,7 @@ def read_report(path: Path) -> BenchReport:
         found = "no benchmark report" if version is None else f"a report of schema version {version}"
         raise UsageError(f"{path} is {found}; this pvg reads version {SCHEMA_VERSION}.", "Write it with `pvg bench`.")
     try:
-        return BenchReport.model_validate_json(orjson.dumps(data))
+        return BenchReport.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the report"

@@ -24,6 +24,7 @@ from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
+from pvg.inputs import expanded
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, SolverSolution
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
@@ -119,7 +120,7 @@ def solver_weights(session: Session) -> Mapping[str, Tensor]:
 
 def read_newest_prover(directory: Path) -> dict[str, Tensor]:
     """The weights of the newest finished prover of the run in `directory`. Raises ConfigurationError for none."""
-    run = RunDirectory(directory.expanduser())
+    run = RunDirectory(expanded(directory, "game.solver"))
     remedy = 'Name the directory of a run that has finished a round (runs/NAME), or set game.solver to "base".'
     if not run.state.exists():
         raise ConfigurationError(f"game.solver: there is no run in {directory}.", remedy)

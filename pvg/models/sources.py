@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.experiment import nearest
+from pvg.inputs import expanded
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.tokenizer import Tokenizer
 from pvg.sections import ModelSection
@@ -60,7 +61,7 @@ def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Toke
 
 
 def _from_directory(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
-    directory = Path(source).expanduser()
+    directory = expanded(source, "models")
     if not directory.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",

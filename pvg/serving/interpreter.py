@@ -21,6 +21,7 @@ import orjson
 
 import pvg
 from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.inputs import expanded
 
 VARIABLE = "PVG_VLLM_PYTHON"
 ENVIRONMENT = Path(".venv-vllm")  # what `make vllm-cpu` makes
@@ -71,7 +72,7 @@ def find_interpreter(setting: str = "") -> Interpreter:
 
 
 def _named(named: str, origin: str) -> Interpreter:
-    python = Path(named).expanduser().absolute()  # not resolved: a virtual environment's Python is a link
+    python = expanded(named, "serving.python").absolute()  # not resolved: a virtual environment's Python is a link
     if not python.is_file() or not os.access(python, os.X_OK):
         raise ConfigurationError(f"{origin} = {named!r} is no Python interpreter.", "Name its file: FOLDER/bin/python")
     found = ask(python, origin)

@@ -28,6 +28,7 @@ import pvg
 from pvg import errors
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
 from pvg.experiment import Experiment, nearest
+from pvg.inputs import expanded
 from pvg.sections import ModelSection
 from pvg.store.atomic import make_directory, sync_directory, temporary_beside
 
@@ -88,7 +89,7 @@ def _embedded(name: str) -> Path:
 
 def _directory(source: str) -> Path:
     """A Hugging Face directory with safetensors: vLLM would open pickles too."""
-    folder = Path(source).expanduser().absolute()
+    folder = expanded(source, "models").absolute()
     if not folder.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",

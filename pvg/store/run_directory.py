@@ -19,7 +19,15 @@ from pvg.experiment import Experiment, load_experiment, nearest
 from pvg.store.atomic import is_temporary, make_directory, write_atomic
 from pvg.store.lock import exclusive
 
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+def refuse_name(name: str) -> None:
+    """Raises UsageError for what cannot be the name of a run."""
+    if not RUN_NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be the name of a run.", "Use at most 120 letters, digits, dots, dashes and underscores."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +103,7 @@ class RunDirectory:
         A folder that a process left behind before its experiment.toml was written is completed. Raises UsageError when
         the run exists, when the name cannot be a folder's, or when the folder holds something that is no run.
         """
-        if not RUN_NAME.fullmatch(name):
-            raise UsageError(
-                f"{name!r} cannot be the name of a run.", "Use letters, digits, dots, dashes and underscores."
-            )
+        refuse_name(name)
         run = cls(root / name)
         run._refuse_existing()
         make_directory(run.path)

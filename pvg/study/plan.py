@@ -31,6 +31,7 @@ from pvg.experiment import (
     read_toml,
     shipped_directories,
 )
+from pvg.inputs import read_input
 from pvg.sections import Count, Section
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.study.evaluation_checks import as_evaluated, refuse_unmeasured
@@ -229,7 +230,7 @@ def load_study(
         name=file.name,
         about=file.about,
         file=path,
-        text=path.read_text(encoding="utf-8"),
+        text=read_input(path).decode(),
         arms=tuple(arms),
         seeds=file.seeds if seeds is None else tuple(range(seeds)),
         measures=tuple(measures),

@@ -16,6 +16,7 @@ from pathlib import Path
 import orjson
 
 from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sections import Gsm8kTask
 from pvg.tasks.answers import extract, parse_number, read
@@ -32,7 +33,7 @@ class Gsm8k:
         """Raises MissingRequirementError when `task.path` is not set or lacks a file."""
         if section.path is None:
             raise MissingRequirementError("gsm8k needs its data, and task.path is not set.", REMEDY)
-        self._directory = section.path.expanduser()
+        self._directory = expanded(section.path, "task.path")
         self._limit = section.limit
         self._max_steps = section.max_steps
         for split in ("train", "test"):

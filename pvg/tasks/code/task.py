@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox
 from pvg.sections import CodeTask
@@ -83,7 +84,7 @@ class Code:
         self.close()
 
     def _file(self, path: Path, split: str) -> Path:
-        return path.expanduser() / f"{split}.jsonl"
+        return expanded(path, "task.path") / f"{split}.jsonl"
 
     def _from_file(self, path: Path, split: Split) -> list[Problem]:
         """The first `limit` problems that can be used: their references run, and pass their own tests."""

@@ -1,0 +1,98 @@
+"""Guards for what a user hands over: the files that a command reads, and the settings in them.
+
+    data = tomllib.loads(read_input(Path("mine.toml")).decode())
+    check_settings(data, "mine.toml")
+
+A FIFO or a device in place of a file would hang a command or fill its memory. Deep nesting, huge integers and NUL
+characters pass the TOML parser and break libraries further down. Both are refused here, before anything else looks at
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pvg.errors import ConfigurationError, UsageError
+
+MIB = 1 << 20
+TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
+REPORT_BYTES = 256 * MIB  # a benchmark report holds raw samples
+DEEPEST = 16  # nested tables and lists; pvg's own settings have 3
+LARGEST = 2**63 - 1  # JSON libraries and manifests hold 64-bit integers
+
+
+def read_input(path: Path, most: int = TEXT_BYTES) -> bytes:
+    """The bytes of a regular file of at most `most` bytes.
+
+    Raises OSError, with a text for the user in `strerror`, for anything else: a FIFO, a device, a larger file.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:
+        raise OSError(errno.EINVAL, "the name holds a NUL character", str(path)) from None
+    with open(descriptor, "rb") as file:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EINVAL, f"it is larger than {most // MIB} MiB", str(path))
+    return data
+
+
+def expanded(path: str | Path, where: str) -> Path:
+    """`path` with `~` and `~user` replaced. Raises UsageError, naming `where` it was set, for an unknown user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise UsageError(f"{where}: {user} names no user of this machine.", "Write the path out.") from None
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """`text` with its middle left out where it is longer than `most` characters; what cannot be printed is escaped."""
+    text = text if text.isprintable() else text.encode("unicode_escape").decode()
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[3 - half :]}"
+
+
+def check_settings(data: dict[str, Any], origin: str) -> None:
+    """Raises ConfigurationError, naming key and `origin`, for data that no setting can hold: nesting deeper than
+    DEEPEST, integers beyond 64 bits, numbers that are not finite, NUL characters, dates."""
+    for key, value, depth in _walk(data):
+        if complaint := _complaint(value, depth) or ("has a NUL character in its key" if "\0" in key else ""):
+            raise ConfigurationError(f"{shortened(key)}: the value {complaint} ({origin}).")
+
+
+def _walk(data: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """(dotted key, value, depth) of everything in the data, without recursion; not below what is too deep."""
+    waiting: list[tuple[str, Any, int]] = [(key, value, 1) for key, value in data.items()]
+    while waiting:
+        key, value, depth = waiting.pop()
+        yield key, value, depth
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{inner}", item, depth + 1) for inner, item in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, item, depth + 1) for item in value]
+
+
+def _complaint(value: Any, depth: int) -> str:
+    if depth > DEEPEST:
+        return f"is nested more than {DEEPEST} levels deep"
+    if isinstance(value, str):
+        return "holds a NUL character" if "\0" in value else ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"is {value}, which is not a finite number"
+    if isinstance(value, bool | dict | list):
+        return ""
+    if isinstance(value, int):
+        return "" if -LARGEST - 1 <= value <= LARGEST else "is an integer beyond 64 bits"
+    return f"is a {type(value).__name__}, which no setting can hold; write it as a string"
