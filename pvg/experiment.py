@@ -257,7 +257,7 @@ def read_override(text: str) -> list[tuple[str, Any, str]]:
     """What `--set TEXT` sets, as (key, value, where it was said): one setting for `key=value`, all settings of a TOML
     file for `@FILE`. Raises UsageError and ConfigurationError that name what is wrong."""
     if not text.startswith("@"):
-        return [(*parse_override(text), f"--set {text}")]
+        return [(*parse_override(text), shortened(f"--set {text}"))]
     path = expanded(text[1:], "--set")
     return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
 
@@ -275,12 +275,11 @@ def parse_list(text: str) -> tuple[str, list[Any]]:
     """`key=a,b,c` -> (key, [a, b, c]): TOML values where the whole list is TOML, otherwise each on its own."""
     key, separator, values = text.partition("=")
     key = key.strip()
-    if not separator or not key or not values.strip(" ,"):
-        raise UsageError(f"{text!r} is not of the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
     whole = _value(key, f"[{values}]")
-    if isinstance(whole, list):
-        return key, whole
-    return key, [parse_override(f"{key}={value}")[1] for value in values.split(",") if value.strip()]
+    found = whole if isinstance(whole, list) else [_value(key, value) for value in values.split(",") if value.strip()]
+    if not separator or not key or not found:
+        raise UsageError(f"{text!r} is not of the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
+    return key, found
 
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:

@@ -15,6 +15,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,29 @@ DEEPEST = 16  # nested tables and lists; pvg's own settings have 3
 LARGEST = 2**63 - 1  # JSON libraries and manifests hold 64-bit integers
 
 
-def read_input(path: Path, most: int = TEXT_BYTES) -> bytes:
-    """The bytes of a regular file of at most `most` bytes.
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a FIFO would wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
-    Raises OSError, with a text for the user in `strerror`, for anything else: a FIFO, a device, a larger file.
+
+def open_input(path: str | Path) -> BufferedReader:
+    """A regular file, opened for reading.
+
+    Raises OSError, with a text for the user in `strerror`, for anything else: a folder, a FIFO, a device.
     """
     try:
-        # O_NONBLOCK: opening a FIFO would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
     except ValueError:
         raise OSError(errno.EINVAL, "the name holds a NUL character", str(path)) from None
-    with open(descriptor, "rb") as file:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_input(path: str | Path, most: int = TEXT_BYTES) -> bytes:
+    """The bytes of a regular file. Raises OSError as `open_input` does, and for a file of more than `most` bytes."""
+    with open_input(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EINVAL, f"it is larger than {most // MIB} MiB", str(path))

@@ -7,6 +7,7 @@ pvg.experiment_checks.
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,10 +121,19 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", name):
+        raise ValueError(f"models.device = {name!r} is not a device; use 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'")
+    return name
+
+
+Device = Annotated[str, AfterValidator(_device)]
+
+
 class Models(Section):
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)$")] = "auto"
+    device: Device = "auto"
     threads: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: as many as the machine has cores
 
 

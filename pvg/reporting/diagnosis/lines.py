@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from pvg.errors import UsageError
+from pvg.inputs import open_input
 
 TAGS = ("weights", "ckpt", "gen", "rollout", "step", "loop", "phase", "alert", "run")
 STDIN = "-"
@@ -170,11 +171,11 @@ def open_log(path: str | Path) -> Iterator[BinaryIO]:
         yield _uncompressed(cast(BinaryIO, sys.stdin.buffer))
         return
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below)
+        file = open_input(path)
     except OSError as error:
         raise UsageError(f"The log {path} cannot be read: {error.strerror}.", "Give a run, a log file, or -.") from None
     with file:
-        yield _uncompressed(cast(BinaryIO, file))
+        yield _uncompressed(file)
 
 
 def _uncompressed(file: BinaryIO) -> BinaryIO:
