@@ -343,7 +343,7 @@ class Game(Section):
     mixture_window: Count = 2
     stop: Literal["steps", "score_parity"] = "steps"
     stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
-    stop_min_steps: Annotated[int, Field(ge=0)] = 10
+    stop_min_steps: Annotated[int, Field(ge=0)] = 10  # score_parity: batches before it may end a phase
     # What the prover writes: "direct", solutions; "decoupled", translations of a solver's solutions: faithful ones keep
     # its answer, sneaky ones lead to another, wrong one; "challenge", solutions and answers to the verifier's questions
     protocol: Literal["direct", "decoupled", "challenge"] = "direct"

@@ -537,6 +537,10 @@ value that does not exist (a share of nothing) is `null` there and left out of t
 (`telemetry.metrics_port`) the name is in the last column, with the unit as its suffix and the phase, the round or the
 GPU as labels.
 
+With `training.minibatches` above 1, several steps learn from one batch. What is measured of the batch (its rollouts,
+rewards and scores, and how it was sampled) stands in the record of the first of these steps only, and what a weight
+update measures in the record of the last.
+
 "Better" is the direction in which a healthy experiment moves the metric, other things being equal; a dash where there
 is none, or where two players pull in opposite directions.
 """
