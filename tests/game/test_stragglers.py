@@ -93,7 +93,8 @@ def test_batches_that_are_cut_train_and_are_recorded_and_resume(settings: dict[s
     assert outcome.status == "interrupted"
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
-    metrics = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
+    steps = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
+    metrics = steps[:: experiment.training.minibatches]
     names = ("rollouts", "groups_cut", "rollouts_cancelled", "tokens_lost")
     assert {tuple(found[name] for name in names) for found in metrics} == {(12.0, 4.0, 4.0, 20.0)}
     batches = experiment.training.steps // experiment.training.minibatches
