@@ -350,6 +350,14 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "latency_p99_s", "s", LOWER, f"99th percentile of the latency {latency}"),
         *_in(PROVER, "engine_batch", "rows", HIGHER, "Unfinished rows of a decoding step, mean over the steps."),
         *_in(PROVER, "prefix_share", "share", HIGHER, "Prompt tokens whose computation was shared with another row."),
+        *_in(
+            PROVER,
+            "repeated",
+            "share",
+            NEITHER,
+            "Rollouts with the prompt and the tokens of an earlier one of the batch: the trainer computes these once "
+            "(training.shared_prompts). It rises as the policy becomes certain.",
+        ),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
         *_in(PROVER, "staleness_in_flight", "versions", LOWER, "Of the mean, what passed before a rollout had come."),

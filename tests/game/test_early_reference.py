@@ -1,4 +1,4 @@
-"""The reference's log-probs of groups that wait for the rest of their batch: when they are computed, and what they are."""
+"""Reference log-probs of groups that wait for the rest of their batch: when they are computed, and what they are."""
 
 from __future__ import annotations
 
