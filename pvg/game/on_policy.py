@@ -68,7 +68,8 @@ class OnPolicySource:
     """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
     of what `tracker` has learnt from the batches before, with rae of what `baseline` has, with training.curriculum of
     what `curriculum` has, with a deadline of what arrived in time, with `partial` of what was left unfinished by the
-    batches before, and with rollout.prefetch of what has arrived at all: then `start` comes first, and `close` last.
+    batches before, and with rollout.prefetch of what has arrived at all. `start` comes before the first batch, `close`
+    after the last.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
     computed again (`rollout.logprobs = "recomputed"`, `training.off_policy = "decoupled"`).
@@ -123,10 +124,10 @@ class OnPolicySource:
 
     async def close(self) -> None:
         """Give up what is sampled ahead."""
-        if self.prefetcher is not None:
-            await self.prefetcher.close()
         if self.early is not None:
             await self.early.close()
+        if self.prefetcher is not None:
+            await self.prefetcher.close()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
