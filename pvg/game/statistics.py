@@ -162,6 +162,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
     latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
     p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
     tokens = sum(r.sampled_tokens for r in rollouts)
+    distinct = {(r.prompt_ids.tobytes(), r.completion_ids.tobytes()) for r in rollouts}
     return {
         "tokens_per_s": tokens / seconds,
         "prompt_tokens_per_s": sum(len(r.prompt_ids) for r in rollouts) / seconds,
@@ -171,6 +172,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
         "latency_p99_s": p99,
         "engine_batch": engine.mean_batch,
         "prefix_share": engine.prefix_share,
+        "repeated": 1.0 - len(distinct) / len(rollouts),
     }
 
 
