@@ -123,7 +123,7 @@ class Models(Section):
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
     device: str = "auto"
-    threads: Annotated[int, Field(ge=0)] = 0  # 0: as many as the machine has cores
+    threads: Annotated[int, Field(ge=0)] = 0  # 0: one for narrow provers, all cores for others (pvg/models/compute.py)
 
 
 class Rollouts(Section):

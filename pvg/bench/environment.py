@@ -68,12 +68,13 @@ def usable_cores() -> int:
 
 
 def torch_threads(setting: int) -> int | None:
-    """Threads of torch's matrix products where `models.threads` is `setting`; None while nothing has imported torch."""
+    """Threads of torch's matrix products where `models.threads` is `setting`, after the variants were measured; None
+    where nothing has imported torch."""
     if "torch" not in sys.modules:
         return None
-    from pvg.models.compute import ALL_THREADS
+    from pvg.models.compute import ComputeExecutor
 
-    return setting or ALL_THREADS
+    return setting or ComputeExecutor.in_use
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:

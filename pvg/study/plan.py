@@ -96,7 +96,7 @@ class StudyFile(Section):
     measures: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = DEFAULT_MEASURES
     reference: str | None = None  # the arm that the others are compared with
     processes: Count = 1  # cells played at a time
-    threads: Count | None = None  # of each; None: the cores divided by the processes
+    threads: Count | None = None  # of each; None: each model's default, of the cores divided by the processes
     common: dict[str, Any] = Field(default_factory=dict)
     arm: tuple[ArmEntry, ...] = Field(default=(), strict=False)
     grid: dict[str, Any] = Field(default_factory=dict)
@@ -144,7 +144,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study, ready to be played. `text` is the file's own; `overrides` what --set changed."""
+    """A study, ready to be played. `text` is the file's own; `overrides` what --set changed. `threads` is the
+    `models.threads` of all games; where it is 0, each takes its default and at most `most_threads`."""
 
     name: str
     about: str
@@ -159,6 +160,11 @@ class StudyPlan:
     evaluate: Evaluate | None
     folder: Path
     overrides: tuple[str, ...] = ()
+
+    @property
+    def most_threads(self) -> int:
+        """The cores divided by the processes, at least 1."""
+        return max(1, usable_cores() // self.processes)
 
     @property
     def cells(self) -> list[Cell]:
@@ -235,24 +241,24 @@ def load_study(
         measures=tuple(measures),
         reference=file.reference,
         processes=at_a_time,
-        threads=threads or file.threads or max(1, usable_cores() // at_a_time),
+        threads=threads or file.threads or 0,
         evaluate=file.evaluate,
         folder=runs / file.name,
         overrides=tuple(overrides),
     )
     chosen = threads is not None or file.threads is not None
-    return plan if chosen else replace(plan, threads=_threads_so_far(plan) or plan.threads)
+    return plan if chosen else replace(plan, threads=_threads_so_far(plan))
 
 
-def _threads_so_far(plan: StudyPlan) -> int | None:
-    """The threads of the cells that are there: a study that nobody gave a number goes on with what it began with."""
+def _threads_so_far(plan: StudyPlan) -> int:
+    """The setting of the cells that are there, 0 without any: a study goes on with what it began with."""
     for cell in plan.cells:
         if cell.run.experiment_file.is_file():
             try:
-                return cell.run.experiment().models.threads or None
+                return cell.run.experiment().models.threads
             except PvgError:  # damaged: whoever plays or reads the cell says so
                 continue
-    return None
+    return 0
 
 
 def read_study(path: Path) -> StudyFile:
