@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pvg
 from pvg.bench.report import Environment
+from pvg.telemetry.core_waits import usable_cores
 
 GIB = 1024**3
 CPUINFO = Path("/proc/cpuinfo")
@@ -60,11 +61,6 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
             if key.strip() == "model name" and value.strip():
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores this process may run on: fewer than the machine's in a container, or under taskset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def torch_threads(setting: int) -> int | None:

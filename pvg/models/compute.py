@@ -5,10 +5,10 @@
 
 The default is a rule, `default_threads`, and not the number of cores. Each operation ends in a barrier, where every
 thread waits for all others. On a machine that other programs use too, the kernel often does not run one of these
-threads, and the barrier then lasts for milliseconds. An operation of a small model takes 0.01 to 0.5 ms: with two
-threads on two cores, one busy process beside it made a step of the embedded game 5.7 times as slow, and 1.3 times as
-fast as one thread where nothing else ran. One thread has no barriers. It also computes the same bits on any number of
-cores. An operation of a wide model takes longer than the barrier, and there all cores pay (docs/measuring.md).
+threads, and the barrier then lasts for milliseconds. An operation of a small model takes 0.01 to 0.5 ms. With two
+threads on two cores, one busy process made a step of the embedded game 5.7 times as slow; where nothing else ran, the
+second thread made it 1.1 to 1.7 times as fast. One thread has no barriers, and computes the same bits on any number of
+cores. An operation of a wide model takes milliseconds itself, and the more cores there are, the more it gains by them.
 
 libgomp keeps a pool of threads for every thread that ever computed something in parallel. As soon as all pools together
 have more threads than the machine has cores, they go to sleep between two operations instead of spinning: a GRPO step

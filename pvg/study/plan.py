@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
-from pvg.bench.environment import usable_cores
 from pvg.errors import ConfigurationError, PvgError
 from pvg.experiment import (
     Experiment,
@@ -35,6 +34,7 @@ from pvg.sections import Count, Section
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.study.evaluation_checks import as_evaluated, refuse_unmeasured
 from pvg.study.measures import DEFAULT_MEASURES, Measure, measures_named
+from pvg.telemetry.core_waits import usable_cores
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
