@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 
 TASKS = Path("/proc/self/task")
-# Share of a window from which on the machine counts as shared. A game alone on its cores stays below a tenth; one busy
-# process on two cores makes it a third and more.
+# Share of a window above which the machine counts as shared. Two programs that compute on one core give 0.5.
 SHARED = 0.2
 LEAST_CPU = 0.2  # cores in use, below which nothing waits that matters
 
