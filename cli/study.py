@@ -47,7 +47,12 @@ def study(  # noqa: PLR0917  (each is an option)
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, metavar="N", help="Threads of each game; by default the cores shared out."),
+        typer.Option(
+            "--threads",
+            min=1,
+            metavar="N",
+            help="Threads of each game; by default 1 for small models.",
+        ),
     ] = None,
     runs: RunsOption = Path("runs"),
     markdown: Annotated[

@@ -17,11 +17,11 @@ from pvg.study.results import StudyResults
 from pvg.study.words import (
     cautions,
     comparison_cells,
-    counted,
     middle_text,
     range_text,
     rounds_text,
     spread_text,
+    threads_each,
     trend_cells,
 )
 
@@ -58,7 +58,7 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
         )
         settings = ", ".join(f"{key}={value}" for key, value in arm.settings.items())
         table.add_row(arm.name, marks, f"{cells[0].steps:,}", settings)
-    threads = counted(plan.threads, "thread")
+    threads = threads_each(plan.threads)
     left = sum(cell.steps - now[cell.name].done for cell in plan.cells)
     complete = sum(standing.status == "complete" for standing in now.values())
     return Group(
@@ -69,7 +69,7 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
         Text.assemble(
             (f"{complete} complete. ", QUIET),
             (f"{left:,}", "bold"),
-            (f" of {plan.steps:,} optimizer steps to go, {plan.processes} at a time, {threads} each", QUIET),
+            (f" of {plan.steps:,} optimizer steps to go, {plan.processes} at a time, {threads}", QUIET),
             (f"{_evaluation(plan.evaluate)}.", QUIET),
         ),
         Text(f"They would lie in {plan.folder}.", style=QUIET),

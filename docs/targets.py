@@ -221,6 +221,15 @@ TARGETS = (
         most=20.0,
     ),
     Target(
+        "throughput left beside one busy process, of the idle throughput, with the default number of threads",
+        ">= 50 %",
+        "contention.json",
+        plain("kept_1", "%", 100),
+        "Beside more busy processes than free cores, each program gets its share of the cores and no more.",
+        least=50.0,
+        beside=("step_s", "step_1_s"),
+    ),
+    Target(
         "event-loop lag p99 in the loop profile",
         "< 50 ms",
         "loop.json",

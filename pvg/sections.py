@@ -134,7 +134,8 @@ class Models(Section):
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
     device: Device = "auto"
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0  # 0: as many as the machine has cores
+    # 0: one for narrow provers, all cores for others (pvg/models/compute.py)
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
 
 class Rollouts(Section):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pvg
 from pvg.bench.report import Environment
+from pvg.telemetry.core_waits import usable_cores
 
 GIB = 1024**3
 CPUINFO = Path("/proc/cpuinfo")
@@ -62,18 +63,14 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
     return platform.processor() or platform.machine()
 
 
-def usable_cores() -> int:
-    """Cores this process may run on: fewer than the machine's in a container, or under taskset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def torch_threads(setting: int) -> int | None:
-    """Threads of torch's matrix products where `models.threads` is `setting`; None while nothing has imported torch."""
+    """Threads of torch's matrix products where `models.threads` is `setting`, after the variants were measured; None
+    where nothing has imported torch."""
     if "torch" not in sys.modules:
         return None
-    from pvg.models.compute import ALL_THREADS
+    from pvg.models.compute import ComputeExecutor
 
-    return setting or ALL_THREADS
+    return setting or ComputeExecutor.in_use
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:

@@ -113,7 +113,8 @@ def plan_bench(
         _check_headline(table[profile.profile](choice.settings).measures, base)
     if not serve and any(map(is_served, choices)):
         servers.refuse_swept(key for choice in choices for key in choice.overrides)
-    return Plan(kind, base, tuple(choices), _interleaved(kind, choices, interleave), table, serve)
+    wanted = profile.interleave or None if interleave is None else interleave
+    return Plan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
 
 
 def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[Change]) -> list[Change]:

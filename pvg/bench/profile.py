@@ -79,8 +79,8 @@ class Tune(Section):
 class Profile(Section):
     """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare.
 
-    `sweep` is measured where nothing else is asked for; `on_servers` names the profile that takes this one's place
-    where the engine is vLLM.
+    `sweep` is measured where nothing else is asked for; `interleave`: its samples are taken in turn unless asked
+    otherwise. `on_servers` names the profile that takes this one's place where the engine is vLLM.
     """
 
     profile: str
@@ -95,6 +95,7 @@ class Profile(Section):
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
     sweep: tuple[Value, ...] = Field(default=(), strict=False)
     tune: tuple[Tune, ...] = Field(default=(), strict=False)
+    interleave: bool = False
     on_servers: str = ""
 
 

@@ -154,6 +154,7 @@ class Ledger:
             config_hash=after.config_hash,
             code_version=after.code_version,
             metrics=metrics,
+            machine=after.machine,
         )
 
     async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
 from pvg.models import open_model, pick_device
 from pvg.models.adapters import attach_adapters
-from pvg.models.compute import compute_executor
+from pvg.models.compute import ComputeExecutor, compute_executor, width_of
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Role
@@ -63,8 +63,10 @@ class Players:
         self.device = pick_device(experiment.models.device)
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
-        self.threads: int = self.executor.submit(torch.get_num_threads).result()
         self.base: LanguageModel = self.executor.submit(open_model, experiment.models.prover, self.device).result()
+        if isinstance(self.executor, ComputeExecutor):
+            self.executor.settle(width_of(self.base.module))
+        self.threads: int = self.executor.submit(torch.get_num_threads).result()
         rollout, events = experiment.rollout, events or Unheard()
         self.verifier_serving: VerifierServing | None = None
         try:

@@ -40,6 +40,7 @@ from pvg.records import Role
 from pvg.rollout.episodes import completion_room
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
+from pvg.telemetry.core_waits import usable_cores
 from pvg.telemetry.cuda_clock import CudaClock
 from pvg.telemetry.events import Events
 from pvg.telemetry.monitoring import Monitoring
@@ -142,7 +143,8 @@ async def open_session(
         check_prompts_fit(session)
     with span("sync"):
         await players.ready(scoring=scoring)
-    ledger.log.event("run", event="start", run=run.name, round=ledger.state.round, phase=ledger.state.phase.value)
+    place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
+    ledger.log.event("run", event="start", run=run.name, **place, threads=players.threads, cores=usable_cores())
     session.monitoring = await stack.enter_async_context(monitoring_of(session, run))
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")

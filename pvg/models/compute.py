@@ -1,27 +1,74 @@
 """The thread in which a process computes, and how many threads torch uses in it.
 
+    executor = compute_executor(experiment.models.threads)      # 0: the first model that is opened decides
+    threads = executor.settle(width_of(model.module))
+
+The default is a rule, `default_threads`, and not the number of cores. Each operation ends in a barrier, where every
+thread waits for all others. On a machine that other programs use too, the kernel often does not run one of these
+threads, and the barrier then lasts for milliseconds. An operation of a small model takes 0.01 to 0.5 ms. With two
+threads on two cores, one busy process made a step of the embedded game 5.7 times as slow; where nothing else ran, the
+second thread made it 1.1 to 1.7 times as fast. One thread has no barriers, and computes the same bits on any number of
+cores. An operation of a wide model takes milliseconds itself, and the more cores there are, the more it gains by them.
+
 libgomp keeps a pool of threads for every thread that ever computed something in parallel. As soon as all pools together
 have more threads than the machine has cores, they go to sleep between two operations instead of spinning: a GRPO step
 of 256 rollouts, 0.86M parameters and 2 threads then switches contexts 7,000 times instead of 30 times, and its decoding
-takes 1.7 times as long. So one thread has a pool, and everybody else computes alone.
+takes 1.7 times as long. So one thread has a pool, and all other threads compute alone.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import torch
 
-# What `models.threads = 0` stands for: torch's own choice, read before an experiment sets another for the process.
+# torch's own choice, read before an experiment sets another number for the process: the cores that it may use, or
+# OMP_NUM_THREADS.
 ALL_THREADS = torch.get_num_threads()
 
+# Narrower models are computed in one thread.
+WIDE = 512
 
-def compute_executor(threads: int) -> ThreadPoolExecutor:
-    """The thread that does all torch work, with a pool of `threads` for it (0: torch's own choice). The calling thread
-    has none from now on: what it computes, it computes alone."""
+
+def default_threads(width: int) -> int:
+    """What `models.threads = 0` stands for: 1 for a prover whose hidden states are narrower than WIDE, else all that
+    torch may use. The width decides because it sets the size of an operation; the number of layers does not."""
+    return 1 if width < WIDE else ALL_THREADS
+
+
+def width_of(module: Any) -> int:
+    """The size of a transformers model's hidden states."""
+    return int(module.config.get_text_config().hidden_size)
+
+
+class ComputeExecutor(ThreadPoolExecutor):
+    """One thread that does all torch work, with a pool of `threads` (0: `settle` decides, until then it is alone).
+    `in_use` is the number of the newest executor, at first torch's own choice."""
+
+    in_use: ClassVar[int] = ALL_THREADS
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or 1,))
+        self._settled = threads > 0
+        self._read()  # the thread starts here, so that its number is the process's
+
+    def settle(self, width: int) -> int:
+        """The number of threads; where the setting left it open, it is that of the first `width` from now on. What
+        shares the executor shares the number: variants of a benchmark that take turns."""
+        if not self._settled:
+            self._settled = True
+            self.submit(torch.set_num_threads, default_threads(width)).result()
+            self._read()
+        return self.threads
+
+    def _read(self) -> None:
+        self.threads: int = self.submit(torch.get_num_threads).result()
+        ComputeExecutor.in_use = self.threads
+
+
+def compute_executor(threads: int) -> ComputeExecutor:
+    """The thread that does all torch work. The calling thread has no pool from now on: what it computes, it computes
+    alone."""
     torch.set_num_threads(1)
-    executor = ThreadPoolExecutor(
-        1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or ALL_THREADS,)
-    )
-    executor.submit(torch.get_num_threads).result()  # the thread starts here, so that its number is the process's
-    return executor
+    return ComputeExecutor(threads)

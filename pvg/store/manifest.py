@@ -20,7 +20,8 @@ MANIFEST_SCHEMA = 1
 class Manifest:
     """`inputs` and `outputs` name files (and whatever identifies them); `finished` is in seconds since 1970.
 
-    A metric that is NaN or infinite reads back as None.
+    A metric that is NaN or infinite reads back as None. `machine` names what the last bits of the results depend on:
+    torch, device and threads ("" in the manifests of older versions).
     """
 
     round: int
@@ -32,6 +33,7 @@ class Manifest:
     metrics: Mapping[str, float | None]
     finished: float
     schema: int = MANIFEST_SCHEMA
+    machine: str = ""
 
 
 def write_manifest(
@@ -43,12 +45,14 @@ def write_manifest(
     config_hash: str,
     code_version: str,
     metrics: Mapping[str, float | None],
+    machine: str = "",
 ) -> Path:
     """Write `manifest/round-002-train_prover.json`, atomically.
 
     A phase that is finished again after a kill before its commit replaces its manifest.
     """
-    manifest = Manifest(round_, phase, inputs, outputs, config_hash, code_version, metrics, time.time())
+    now = time.time()
+    manifest = Manifest(round_, phase, inputs, outputs, config_hash, code_version, metrics, now, machine=machine)
     path = run.manifest / f"round-{round_:03d}-{phase}.json"
     make_directory(run.manifest)
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 
 from pvg.reporting.figures import ABSENT
 from pvg.study.results import StudyResults
-from pvg.study.words import cautions, comparison_cells, counted, middle_text, range_text, spread_text, trend_cells
+from pvg.study.words import (
+    cautions,
+    comparison_cells,
+    middle_text,
+    range_text,
+    spread_text,
+    threads_each,
+    trend_cells,
+)
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -62,7 +70,7 @@ def markdown_text(results: StudyResults) -> str:
     parts.append(
         f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, played by pvg "
         f"{', '.join(played) or results.pvg}, {results.cpu}, "
-        f"{counted(results.threads, 'thread')} each, {results.created}."
+        f"{threads_each(results.threads)}, {results.created}."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -18,10 +18,10 @@ from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
 from pvg.study.words import (
     cautions,
     comparison_cells,
-    counted,
     middle_text,
     range_text,
     spread_text,
+    threads_each,
     trend_cells,
 )
 
@@ -66,7 +66,7 @@ def _facts(results: StudyResults) -> Html:
             ("games complete", f"{results.complete} of {len(results.cells)}"),
             ("compared with", results.reference),
             ("time of all games", duration(sum(cell.seconds or 0.0 for cell in results.cells))),
-            ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {counted(results.threads, 'thread')} each"),
+            ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {threads_each(results.threads)}"),
             ("pvg", results.pvg),
         ]
     )

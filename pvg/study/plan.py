@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
-from pvg.bench.environment import usable_cores
 from pvg.errors import ConfigurationError, PvgError
 from pvg.experiment import (
     Experiment,
@@ -36,6 +35,7 @@ from pvg.sections import Count, Section
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.study.evaluation_checks import as_evaluated, refuse_unmeasured
 from pvg.study.measures import DEFAULT_MEASURES, Measure, measures_named
+from pvg.telemetry.core_waits import usable_cores
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -97,7 +97,7 @@ class StudyFile(Section):
     measures: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = DEFAULT_MEASURES
     reference: str | None = None  # the arm that the others are compared with
     processes: Count = 1  # cells played at a time
-    threads: Count | None = None  # of each; None: the cores divided by the processes
+    threads: Count | None = None  # of each; None: each model's default, of the cores divided by the processes
     common: dict[str, Any] = Field(default_factory=dict)
     arm: tuple[ArmEntry, ...] = Field(default=(), strict=False)
     grid: dict[str, Any] = Field(default_factory=dict)
@@ -145,7 +145,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study, ready to be played. `text` is the file's own; `overrides` what --set changed."""
+    """A study, ready to be played. `text` is the file's own; `overrides` what --set changed. `threads` is the
+    `models.threads` of all games; where it is 0, each takes its default and at most `most_threads`."""
 
     name: str
     about: str
@@ -160,6 +161,11 @@ class StudyPlan:
     evaluate: Evaluate | None
     folder: Path
     overrides: tuple[str, ...] = ()
+
+    @property
+    def most_threads(self) -> int:
+        """The cores divided by the processes, at least 1."""
+        return max(1, usable_cores() // self.processes)
 
     @property
     def cells(self) -> list[Cell]:
@@ -236,24 +242,24 @@ def load_study(
         measures=tuple(measures),
         reference=file.reference,
         processes=at_a_time,
-        threads=threads or file.threads or max(1, usable_cores() // at_a_time),
+        threads=threads or file.threads or 0,
         evaluate=file.evaluate,
         folder=runs / file.name,
         overrides=tuple(overrides),
     )
     chosen = threads is not None or file.threads is not None
-    return plan if chosen else replace(plan, threads=_threads_so_far(plan) or plan.threads)
+    return plan if chosen else replace(plan, threads=_threads_so_far(plan))
 
 
-def _threads_so_far(plan: StudyPlan) -> int | None:
-    """The threads of the cells that are there: a study that nobody gave a number goes on with what it began with."""
+def _threads_so_far(plan: StudyPlan) -> int:
+    """The setting of the cells that are there, 0 without any: a study goes on with what it began with."""
     for cell in plan.cells:
         if cell.run.experiment_file.is_file():
             try:
-                return cell.run.experiment().models.threads or None
+                return cell.run.experiment().models.threads
             except PvgError:  # damaged: whoever plays or reads the cell says so
                 continue
-    return None
+    return 0
 
 
 def read_study(path: Path) -> StudyFile:

@@ -177,8 +177,15 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
             stdout=document,
             stderr=log,
             start_new_session=True,  # Ctrl-C is for us, and we pass it on
+            env=_environment(plan),
         )
     return _Playing(cell, job, process, time.monotonic())
+
+
+def _environment(plan: StudyPlan) -> dict[str, str]:
+    """Of a cell: games side by side share the cores where models.threads is 0. A limit that is set already stays."""
+    most = {} if plan.threads else {"OMP_NUM_THREADS": str(plan.most_threads)}
+    return most | dict(os.environ)
 
 
 def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver) -> None:

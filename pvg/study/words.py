@@ -118,6 +118,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
+def threads_each(threads: int) -> str:
+    """Of each game, by its `models.threads`."""
+    return f"{counted(threads, 'thread')} each" if threads else "threads by the size of the model"
+
+
 def cell_text(cell: CellRecord) -> str:
     return f"{cell.arm} seed {cell.seed}"
 

@@ -490,6 +490,13 @@ def _device() -> list[Metric]:
     return [
         *_in(place, "cpu", "share", NEITHER, "Use of all cores of the machine since the sample before."),
         *_in(place, "process_cpu", "cores", NEITHER, "Cores used by this process and its children meanwhile."),
+        *_in(
+            place,
+            "core_wait",
+            "share",
+            LOWER,
+            "Of the time in which threads of this process were ready to run, the share in which they waited (Linux).",
+        ),
         *_in(place, "rss_bytes", "bytes", LOWER, "Memory resident for this process and its children."),
         *_in(place, "memory_used_bytes", "bytes", LOWER, "Memory of the machine that is not available."),
         *_in(place, "memory_total_bytes", "bytes", NEITHER, "Memory of the machine."),

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import psutil
 
+from pvg.telemetry.core_waits import CoreWaits
+
 STOP_LIMIT_S = 5.0  # a driver that hangs must not keep a finished run from ending
 
 OnSample = Callable[[float, dict[str, float]], None]
@@ -43,7 +45,8 @@ class DeviceSampler:
     """Samples every `interval_s` seconds from `start` to `stop`, the first time at once.
 
     The names are those of the "device" records: cpu (share of all cores of the machine) and process_cpu (cores in use)
-    over the time since the sample before, hence not in the first; rss_bytes of this process and its children, shared
+    over the time since the sample before, hence not in the first; core_wait, where the kernel counts it, the share of
+    that time's ready threads that waited (pvg.telemetry.core_waits); rss_bytes of this process and its children, shared
     pages counted in each; memory_used_bytes and memory_total_bytes of the machine; gpu{i}_... of every GPU.
     """
 
@@ -118,6 +121,7 @@ class HostReader:
     _process: psutil.Process = field(default_factory=psutil.Process)
     _cpu_before: dict[psutil.Process, float] = field(default_factory=dict)  # psutil compares pid and birth
     _machine_before: tuple[float, float] | None = None
+    _waits: CoreWaits = field(default_factory=CoreWaits)
     _read_at: float = 0.0
 
     def read(self) -> dict[str, float]:
@@ -129,7 +133,10 @@ class HostReader:
             "memory_total_bytes": float(memory.total),
         }
         busy, total = _machine_seconds()
+        cores = self._waits.take()
         if self._machine_before is not None:
+            if cores is not None:
+                metrics["core_wait"] = cores.share
             busy_before, total_before = self._machine_before
             if total > total_before:
                 metrics["cpu"] = min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))

@@ -23,6 +23,7 @@ from types import TracebackType
 
 from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert
+from pvg.telemetry.core_waits import CoreTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +124,25 @@ class LoopLagMonitor:
                 return
 
 
-def warnings(window: LagWindow, section: Telemetry) -> list[Alert]:
-    """One alert for each threshold of `section` that the window exceeds."""
+def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = None) -> list[Alert]:
+    """One alert for each threshold of `section` that the window exceeds. `cores`: of the same window; None: unknown."""
     measured = {
         "p90": (window.p90_s, section.loop_lag_p90_s),
         "p99": (window.p99_s, section.loop_lag_p99_s),
         "max": (window.max_s, section.loop_lag_max_s),
     }
+    if cores is not None and cores.shared:
+        reason = (
+            f"The cores are shared: pvg's threads ran for {cores.ran_s:.3g} s and waited {cores.waited_s:.3g} s for a "
+            "core meanwhile. Stop what else runs on this machine, or give pvg cores of its own."
+        )
+    else:
+        reason = "Something computes on the event loop that should run in a thread."
     return [
         Alert(
             f"loop_lag_{name}",
-            f"The event loop was held up: {name} of its lag is {lag_s:.3g} s, above telemetry.loop_lag_{name}_s = "
-            f"{limit_s:g} s. Work that should run in a thread runs in the loop.",
+            f"The event loop was late: {name} of its lag is {lag_s:.3g} s, above telemetry.loop_lag_{name}_s = "
+            f"{limit_s:g} s. {reason}",
         )
         for name, (lag_s, limit_s) in measured.items()
         if lag_s > limit_s

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert
+from pvg.telemetry.core_waits import CoreTime, CoreWaits, crowding
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.events import format_event
 from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor, warnings
@@ -26,6 +27,9 @@ from pvg.telemetry.sinks import MetricPoint, MetricSink, Opening, SinkBoard, ope
 
 if TYPE_CHECKING:
     from pvg.telemetry.prometheus import MetricsEndpoint
+
+
+CROWDED_SAMPLES = 3  # in a row, before the user is told: a compiler that runs for a few seconds is no news
 
 
 class Monitoring:
@@ -62,6 +66,9 @@ class Monitoring:
         self._board: SinkBoard | None = None
         self._sampler = DeviceSampler(section.device_every_s, self._sampled, self._noticed)
         self._lag = LoopLagMonitor(section.loop_lag_hz)
+        self._waits = CoreWaits()  # of the windows of the lag
+        self._crowded = 0  # samples in a row in which the cores were shared
+        self._crowding_told = False
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -191,15 +198,16 @@ class Monitoring:
 
     def _tell_lag(self) -> None:
         if (window := self._lag.take()) is not None:
-            self._told(self._record_lag, window)
+            self._told(self._record_lag, window, self._waits.take())
 
-    def _record_lag(self, window: LagWindow) -> None:
+    def _record_lag(self, window: LagWindow, cores: CoreTime | None = None) -> None:
         metrics = window.metrics()
         self._record("loop", time=time.time(), metrics=metrics)
         milliseconds = {f"{name}_ms": metrics[f"lag_{name}_s"] * 1e3 for name in ("p50", "p90", "p99", "max")}
         period_ms = 1e3 / self._section.loop_lag_hz
-        self._log(format_event("loop", event="lag", **milliseconds, samples=window.samples, period_ms=period_ms))
-        alerts = {alert.name: alert for alert in warnings(window, self._section)}
+        fields = milliseconds | {"samples": window.samples, "period_ms": period_ms}
+        self._log(format_event("loop", event="lag", **fields, **({} if cores is None else cores.event_fields())))
+        alerts = {alert.name: alert for alert in warnings(window, self._section, cores)}
         for name, alert in alerts.items():
             if name not in self._held:
                 self._alert(alert)
@@ -213,6 +221,15 @@ class Monitoring:
     def _record_device(self, at: float, metrics: dict[str, float]) -> None:
         self._record("device", time=at, metrics=metrics)
         self._write({f"device/{name}": value for name, value in metrics.items()}, at)
+        self._look_for_crowding(metrics)
+
+    def _look_for_crowding(self, metrics: Mapping[str, float]) -> None:
+        """One notice in a run's process: the metric tells the rest."""
+        message = crowding(metrics)
+        self._crowded = 0 if message is None else self._crowded + 1
+        if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_told:
+            self._crowding_told = True
+            self._notice(message)
 
     def _noticed(self, message: str) -> None:
         """Called from any thread."""

@@ -17,6 +17,7 @@ from pvg.errors import StateError
 from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import play
 from pvg.records import Role
+from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -84,6 +85,8 @@ def test_a_finished_game_leaves_what_the_design_promises(finished):
     for row in rows:
         if row["kind"] == "step":
             assert all(seconds >= -1e-9 for seconds in row["budget"].values())
+    assert {manifest.machine for manifest in read_manifests(finished)} == {state["machine"]}
+    assert state["machine"].endswith(", 1 threads")
     assert finished.experiment() == small_experiment()
 
 

@@ -14,6 +14,7 @@ import torch
 from pvg.experiment import build_experiment
 from pvg.game import players
 from pvg.models import compute
+from pvg.models.compute import ComputeExecutor
 from pvg.tasks import open_task
 
 
@@ -25,7 +26,7 @@ def _threads() -> Iterator[None]:
 
 
 def test_the_threads_of_one_experiment_do_not_stay_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep over models.threads opens one after the other in one process; 0 is torch's own choice each time."""
+    """A sweep over models.threads opens one after the other in one process; 0 is the model's default each time."""
     monkeypatch.setattr(compute, "ALL_THREADS", 2)
 
     async def opened(threads: int) -> list[int]:
@@ -36,7 +37,25 @@ def test_the_threads_of_one_experiment_do_not_stay_for_the_next(monkeypatch: pyt
         finally:
             await found.close()
 
+    assert [asyncio.run(opened(threads)) for threads in (2, 0, 2)] == [[2, 2], [1, 1], [2, 2]]
+    monkeypatch.setattr(compute, "WIDE", 128)  # the embedded prover's own width
     assert [asyncio.run(opened(threads)) for threads in (1, 0, 1)] == [[1, 1], [2, 2], [1, 1]]
+
+
+def test_narrow_models_take_one_thread_and_wide_ones_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "ALL_THREADS", 8)
+    assert [compute.default_threads(width) for width in (64, compute.WIDE - 1, compute.WIDE, 4096)] == [1, 1, 8, 8]
+
+
+def test_variants_that_share_an_executor_share_the_threads_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "ALL_THREADS", 3)
+    with compute.compute_executor(0) as executor:
+        assert executor.settle(64) == executor.settle(4096) == 1
+    with compute.compute_executor(0) as executor:
+        assert executor.settle(4096) == executor.settle(64) == 3
+        assert executor.submit(torch.get_num_threads).result() == ComputeExecutor.in_use == 3
+    with compute.compute_executor(2) as executor:
+        assert executor.settle(4096) == 2
 
 
 POOLS = """

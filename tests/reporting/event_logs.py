@@ -57,21 +57,27 @@ def steps(
     idle_ms: float = 500.0,
     group_max_ms: float = 120.0,
     lag_ms: float = 2.0,
+    waited_ms: float = 30.0,
+    trunc_pct: float = 1.0,
+    threads: int = 2,
 ) -> Log:
     """A run in which nothing stands out unless it is asked for."""
     log = Log()
-    log.add("run", event="start", run="r", round=0, phase="mint")
+    log.add("run", event="start", run="r", round=0, phase="mint", threads=threads, cores=2)
     for step in range(count):
         load = loads[step % len(loads)]
         log.add("gen", event="batch.start", batch=step, inflight=load, target_batch=256)
         log.update(f"trace{step}", queue_ms(load), rpc_ms(load))
         log.wait(idle_ms)
         log.add("gen", event="batch.done", batch=step, completions=load, dur_ms=idle_ms, tokens=99, longest_ms=idle_ms)
-        log.add("rollout", event="batch", trunc_pct=1.0, staleness=0, group_p50_ms=100.0, group_max_ms=group_max_ms)
+        log.add(
+            "rollout", event="batch", trunc_pct=trunc_pct, staleness=0, group_p50_ms=100.0, group_max_ms=group_max_ms
+        )
         log.wait(train_ms)
         log.add("ckpt", event="write.done", write_ms=write_ms, label=f"train_prover-{step:05}")
         times = {"wall_ms": train_ms + idle_ms, "train_ms": train_ms, "idle_ms": idle_ms}
         log.add("step", event="done", phase="train_prover", round=0, step=step, **times)
-        log.add("loop", event="lag", p50_ms=0.1, p90_ms=1.0, p99_ms=lag_ms, max_ms=lag_ms, samples=50)
+        cores = {"ran_ms": 1500.0, "waited_ms": waited_ms, "longest_wait_ms": min(waited_ms, 1500.0)}
+        log.add("loop", event="lag", p50_ms=0.1, p90_ms=1.0, p99_ms=lag_ms, max_ms=lag_ms, samples=50, **cores)
     log.add("run", event="stop", status="complete", seconds=1.0)
     return log

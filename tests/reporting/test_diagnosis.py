@@ -113,6 +113,48 @@ def test_loop_lag_above_a_warning_level_of_the_run(tmp_path: Path) -> None:
     assert found.findings[0].measured == pytest.approx(1.2)
 
 
+def test_a_shared_machine_is_named_and_the_loop_is_not_blamed(tmp_path: Path) -> None:
+    found = of(steps(waited_ms=1000.0, lag_ms=600.0), tmp_path)
+    assert seen(found) == ["shared-machine", "loop-lag"]
+    shared, lag = found.findings
+    assert shared.measured == pytest.approx(0.4)  # 1000 of 2500 ms in each window
+    assert shared.cost_s == pytest.approx(40.0)
+    assert "waited 40 s for a core" in shared.says
+    assert "waited_ms=1000" in shared.evidence[0].text
+    for finding in found.findings:
+        assert finding.settings == ("models.threads",)
+        assert "Stop what else runs" in finding.remedy
+    assert "computes on the event loop" not in lag.remedy
+    assert "24 s of it while pvg's threads waited for cores" in lag.says
+
+
+def test_what_the_program_itself_does_to_the_loop_is_not_blamed_on_the_machine(tmp_path: Path) -> None:
+    (finding,) = of(steps(waited_ms=100.0, lag_ms=600.0), tmp_path).findings
+    assert finding.signature == "loop-lag"
+    assert "Something computes on the event loop" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("threads", "settings", "advice"),
+    [(1, (), "cores of its own"), (2, ("models.threads",), "models.threads = 1"), (8, ("models.threads",), "lower it")],
+)
+def test_fewer_threads_are_advised_where_there_are_several(
+    threads: int, settings: tuple[str, ...], advice: str, tmp_path: Path
+) -> None:
+    (finding,) = of(steps(waited_ms=1000.0, threads=threads), tmp_path).findings
+    assert finding.settings == settings
+    assert advice in finding.remedy
+
+
+@pytest.mark.parametrize(("trunc_pct", "advised"), [(0.0, False), (3.0, True)])
+def test_shorter_completions_are_advised_where_some_are_cut(trunc_pct: float, advised: bool, tmp_path: Path) -> None:
+    found = of(steps(idle_ms=3000.0, group_max_ms=2000.0, trunc_pct=trunc_pct), tmp_path)
+    assert set(seen(found)) == {"starved-trainer", "stragglers"}
+    for finding in found.findings:
+        assert ("rollout.max_tokens" in finding.settings) is advised
+        assert ("completions" in finding.remedy) is advised
+
+
 def test_a_loop_that_stands_still_without_crossing_a_level(tmp_path: Path) -> None:
     (finding,) = of(steps(lag_ms=600.0), tmp_path).findings
     assert finding.signature == "loop-lag"
@@ -153,7 +195,8 @@ def test_what_the_log_cannot_tell_is_said(tmp_path: Path) -> None:
 def test_every_setting_that_is_named_exists(tmp_path: Path) -> None:
     """One log with everything in it, so that every finding is made."""
     log = steps(queue_ms=lambda load: 20.0 * load, write_ms=900.0, idle_ms=5000.0, group_max_ms=5000.0, lag_ms=40_000.0)
-    findings = [*of(log, tmp_path).findings, *of(steps(rpc_ms=lambda load: 9000.0), tmp_path).findings]
+    others = [steps(rpc_ms=lambda load: 9000.0), steps(waited_ms=5000.0)]
+    findings = [finding for made in (log, *others) for finding in of(made, tmp_path).findings]
     assert {finding.signature for finding in findings} == set(SIGNATURES)
     for finding in findings:
         assert set(finding.settings) <= set(valid_keys())

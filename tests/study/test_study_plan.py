@@ -57,16 +57,18 @@ def test_without_arms_there_is_one_and_an_arm_may_have_an_experiment_of_its_own(
 def test_options_take_the_files_place_and_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
     text = SMALL.replace("threads = 1\n", "")
-    assert small(text).threads == 8
+    assert small(text).threads == 0  # of the models' sizes
+    assert {cell.experiment.models.threads for cell in small(text).cells} == {0}
     plan = small(text, processes=3, seeds=4)
-    assert (plan.processes, plan.threads, plan.seeds) == (3, 2, (0, 1, 2, 3))
+    assert (plan.processes, plan.most_threads, plan.seeds) == (3, 2, (0, 1, 2, 3))
+    assert small(text, processes=9).most_threads == 1
     assert small(text, processes=3, threads=5).threads == 5
 
 
 def test_a_study_goes_on_with_the_threads_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
     text = SMALL.replace("threads = 1\n", "")
     monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
-    finish(small(text).cells[0])
+    finish(small(text, threads=8).cells[0])
     assert small(text, processes=4).threads == 8
     assert small(text, processes=4, threads=2).threads == 2
 

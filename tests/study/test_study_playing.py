@@ -18,7 +18,7 @@ from pvg.errors import StateError, UsageError
 from pvg.store import FileStateStore
 from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.playing import Ended, Job, play_cells
+from pvg.study.playing import Ended, Job, _environment, play_cells
 from pvg.study.results import collect
 from pvg.study.values import Value
 
@@ -86,6 +86,17 @@ def test_every_cell_is_played_in_a_process_of_its_own_seed_by_seed() -> None:
     assert {standing.status for standing in found.values()} == {"complete"}
     assert found["src-seed-001"].rounds[-1] == {"helpful_accuracy": 0.7, "fooled_rate": 0.25}
     assert plan.cells[1].run.experiment() == plan.cells[1].experiment
+
+
+def test_games_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a study gives no number, a wide model's default is all threads that torch may use."""
+    monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    text = SMALL.replace("threads = 1\n", "")
+    assert _environment(small(text, processes=2))["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in _environment(small(text, processes=2, threads=3))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert _environment(small(text, processes=2))["OMP_NUM_THREADS"] == "7"
 
 
 def test_so_many_at_a_time() -> None:

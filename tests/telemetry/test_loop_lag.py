@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.sections import Telemetry
+from pvg.telemetry.core_waits import CoreTime
 from pvg.telemetry.event_loop import runner
 from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor, warnings
 
@@ -138,6 +139,20 @@ def test_percentiles_are_nearest_rank(lags: list[float]) -> None:
     assert [window.p50_s, window.p90_s, window.p99_s] == expected
     assert (window.min_s, window.max_s, window.samples) == (min(lags), max(lags), len(lags))
     assert window.mean_s == pytest.approx(sum(lags) / len(lags))
+
+
+def test_a_warning_blames_the_program_only_where_its_threads_did_not_wait_for_cores() -> None:
+    window, section = LagWindow(50, 0.0, 0.1, 0.1, 0.2, 0.3, 42.0), Telemetry()
+
+    def message(cores: CoreTime | None) -> str:
+        (alert,) = (alert for alert in warnings(window, section, cores) if alert.name == "loop_lag_max")
+        return alert.message
+
+    for cores in (None, CoreTime(4.0, 0.5, 0.4)):
+        assert "Something computes on the event loop" in message(cores)
+        assert "shared" not in message(cores)
+    assert "Something computes" not in message(CoreTime(1.0, 3.0, 2.5))
+    assert "ran for 1 s and waited 3 s for a core" in message(CoreTime(1.0, 3.0, 2.5))
 
 
 def test_warnings_name_the_thresholds_that_were_exceeded() -> None:

@@ -120,8 +120,9 @@ def test_device_and_loop_records_come_while_a_run_goes_on(tmp_path: Path) -> Non
     number = r"[\d.e+-]+"
     pattern = (
         rf"\[loop\] t={number} event=lag p50_ms={number} p90_ms={number} p99_ms={number} max_ms={number} samples=\d+ "
-        rf"period_ms={number}"
+        rf"period_ms={number}( ran_ms={number} waited_ms={number} longest_wait_ms={number})?"
     )
+    assert all(("waited_ms" in line) == Path("/proc/self/schedstat").is_file() for line in told.lines)
     assert all(re.fullmatch(pattern, line) for line in told.lines)
     assert len(told.lines) == len(told.of("loop"))
 

@@ -47,6 +47,7 @@ WORKLOADS: WorkloadTable = {
         "stragglers",
         "pipeline",
         "scaling",
+        "contention",
     )
 }
 

@@ -68,10 +68,16 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(Settings, settings), settings.experiment
-    if own.steps % experiment.training.minibatches:
+    own = workload_settings(Settings, settings)
+    check(settings.experiment, own.steps)
+    return EndToEnd(settings.experiment, own, settings.executor)
+
+
+def check(experiment: Experiment, steps: int) -> None:
+    """Raises ConfigurationError where samples of `steps` optimizer steps would not all be the same whole batches."""
+    if steps % experiment.training.minibatches:
         raise ConfigurationError(
-            f"workload.steps = {own.steps} ends within a batch of training.minibatches = "
+            f"workload.steps = {steps} ends within a batch of training.minibatches = "
             f"{experiment.training.minibatches} steps: the rest of its rollouts would be sampled and not trained on.",
             f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
         )
@@ -79,7 +85,6 @@ def make(settings: BenchSettings) -> Workload:
         raise ConfigurationError(
             f"game.stop = {experiment.game.stop!r} may end a sample early.", "Set game.stop = 'steps' for a benchmark."
         )
-    return EndToEnd(experiment, own, settings.executor)
 
 
 class ScratchLedger(Ledger):

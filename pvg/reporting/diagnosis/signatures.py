@@ -17,6 +17,7 @@ from pvg.reporting.diagnosis.lines import Event
 from pvg.reporting.diagnosis.sketches import Related
 from pvg.reporting.diagnosis.tally import Tally
 from pvg.sections import Telemetry
+from pvg.telemetry.core_waits import SHARED
 
 LEAST_SHARE = 0.05  # of the time: mending less than that is lost in the noise between two runs on one machine
 LEAST_EVENTS = 5  # fewer updates or steps show no habit
@@ -177,11 +178,15 @@ def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
         return None
     says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: others work, or it waits."
     longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
+    ways = [("more requests in flight", "rollout.concurrency")]
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
+        ways = [("more rows decoded together", "rollout.max_rows")]
         says += (
             f" Requests wait for a place in the engine's batch: the longest of a batch takes "
             f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
         )
+    if tally.truncated:  # else no completion is as long as it may be
+        ways.append(("shorter completions", "rollout.max_tokens"))
     return Finding(
         signature="starved-trainer",
         says=says,
@@ -190,9 +195,9 @@ def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
         threshold=STARVED_SHARE,
         cost_s=sums["idle_ms"] / 1e3,
         share=_share(tally, sums["idle_ms"]),
-        settings=("rollout.max_rows", "rollout.concurrency", "rollout.max_tokens", "training.minibatches"),
-        remedy="Sample faster (more rows decoded together, shorter completions) or train more on each batch; the time "
-        "budget of `pvg report` says what the steps wait for.",
+        settings=(*(setting for _, setting in ways), "training.minibatches"),
+        remedy=f"Sample faster ({', '.join(way for way, _ in ways)}) or train more on each batch; the time budget of "
+        "`pvg report` says what the steps wait for.",
         evidence=_evidence(tally, "step.idle_ms"),
     )
 
@@ -229,6 +234,7 @@ def _straggling_batches(tally: Tally) -> Looked:
 
 
 def _straggling(tally: Tally, says: str, criterion: str, measured: float, threshold: float, cost_ms: float) -> Finding:
+    shorter = ("rollout.max_tokens", "training.overlong_buffer") if tally.truncated else ()
     return Finding(
         signature="stragglers",
         says=says,
@@ -237,15 +243,16 @@ def _straggling(tally: Tally, says: str, criterion: str, measured: float, thresh
         threshold=threshold,
         cost_s=cost_ms / 1e3,
         share=_share(tally, cost_ms),
-        settings=("rollout.max_tokens", "training.overlong_buffer", "rollout.max_rows", "rollout.group_deadline_s"),
-        remedy="Cut or discourage very long completions, or give groups a deadline; make rollout.max_rows a multiple "
-        "of rollout.group_size, so that a group is decoded in one batch.",
+        settings=(*shorter, "rollout.max_rows", "rollout.group_deadline_s"),
+        remedy=f"{'Cut or discourage very long completions, or give' if shorter else 'Give'} groups a deadline; make "
+        "rollout.max_rows a multiple of rollout.group_size, so that a group is decoded in one batch.",
         evidence=_evidence(tally, "group_excess_ms" if "group_excess_ms" in tally.worst else "longest_ms"),
     )
 
 
 def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
-    """The event loop stands still: whatever is on it, requests and weight updates too, is late."""
+    """The event loop stands still: requests, weight updates and all else on it are late. Because something computes on
+    it, or because the machine runs other programs instead."""
     if not tally.sketch("lag.max_ms").n:
         return "measurements of the event loop ([loop] lag)"
     crossed = {
@@ -263,19 +270,59 @@ def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
         criterion, measured, threshold = f"largest {name} / its warning level", ratio, 1.0
     else:
         criterion, measured, threshold = "time standing still / time", _share(tally, tally.lagged_ms) or 0, LEAST_SHARE
+    says += f". It stood still for at least {milliseconds(tally.lagged_ms)} in all"
+    settings: tuple[str, ...] = ("telemetry.event_loop", "rollout.concurrency")
+    remedy = "Something computes on the event loop: `pvg profile --stage e2e` shows what; move it into a thread. "
+    if tally.lagged_shared_ms > tally.lagged_ms / 2:
+        says += f", {milliseconds(tally.lagged_shared_ms)} of it while pvg's threads waited for cores that were busy"
+        settings, remedy = _own_cores(tally)
     return Finding(
         signature="loop-lag",
-        says=f"{says}. It stood still for at least {milliseconds(tally.lagged_ms)} in all.",
+        says=f"{says}.",
         criterion=criterion,
         measured=measured,
         threshold=threshold,
         cost_s=tally.lagged_ms / 1e3,
         share=_share(tally, tally.lagged_ms),
-        settings=("telemetry.event_loop", "rollout.concurrency"),
-        remedy="Something computes on the event loop: `pvg profile --stage e2e` shows what; move it into a thread. "
-        "The warning levels are telemetry.loop_lag_p90_s, _p99_s and _max_s.",
+        settings=settings,
+        remedy=f"{remedy}The warning levels are telemetry.loop_lag_p90_s, _p99_s and _max_s.",
         evidence=_evidence(tally, f"lag.{name}_ms" if ratio > 1.0 else "lag.max_ms"),
     )
+
+
+def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
+    """The kernel runs other programs on the cores while threads of pvg are ready to run."""
+    if tally.cores is None:
+        return "how long threads waited for a core ([loop] lag with waited_ms; Linux only)"
+    share, longest_ms = tally.cores.share, 1e3 * tally.cores.longest_s
+    if not tally.cores.shared or not costs(tally, longest_ms):
+        return None
+    settings, remedy = _own_cores(tally)
+    return Finding(
+        signature="shared-machine",
+        says=f"pvg's threads ran for {milliseconds(1e3 * tally.cores.ran_s)} and waited "
+        f"{milliseconds(1e3 * tally.cores.waited_s)} for a core: it shares them with other programs. Other figures of "
+        "this log are larger for it.",
+        criterion="time threads waited for a core / time they were ready to run",
+        measured=share,
+        threshold=SHARED,
+        cost_s=longest_ms / 1e3,
+        share=_share(tally, longest_ms),
+        settings=settings,
+        remedy=remedy.strip(),
+        evidence=_evidence(tally, "longest_wait_ms"),
+    )
+
+
+def _own_cores(tally: Tally) -> tuple[tuple[str, ...], str]:
+    """Settings and advice where threads wait for cores. Fewer threads help only where there are several."""
+    threads, cores = tally.threads or 1, tally.usable_cores or 1
+    remedy = "Stop what else runs on this machine, or give pvg cores of its own (taskset, another machine). "
+    if threads > cores:
+        remedy = f"models.threads = {threads:g} is more than the {cores:g} cores that pvg may use: lower it. "
+    elif threads > 1:
+        remedy += "models.threads = 1 loses less: no operation then waits for a second thread. "
+    return ("models.threads",) if threads > 1 else (), remedy
 
 
 SIGNATURES: dict[str, Callable[[Tally, LagLimits], Looked]] = {
@@ -285,6 +332,7 @@ SIGNATURES: dict[str, Callable[[Tally, LagLimits], Looked]] = {
     "starved-trainer": starved_trainer,
     "stragglers": stragglers,
     "loop-lag": loop_lag,
+    "shared-machine": shared_machine,
 }
 
 

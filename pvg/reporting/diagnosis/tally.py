@@ -23,6 +23,7 @@ from pathlib import Path
 from pvg.reporting.diagnosis.lines import STDIN, Event, EventReader, LineCounts, MalformedLineError, open_log
 from pvg.reporting.diagnosis.sketches import Relation, Sketch, Worst
 from pvg.reporting.diagnosis.updates import SERVER_EVENTS, Pairing, Update
+from pvg.telemetry.core_waits import CoreTime
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
 TICK_MS = 100.0  # between two samples of the event loop, where its line does not say: 10 Hz
@@ -39,7 +40,12 @@ PLAIN = {
     ("loop", "lag"): {"p50_ms": "lag.p50_ms", "p90_ms": "lag.p90_ms", "p99_ms": "lag.p99_ms", "max_ms": "lag.max_ms"},
 }
 # What else is read of a tag's lines.
-MORE = {"gen": ("inflight", "completions"), "loop": ("samples", "period_ms")}
+MORE = {
+    "gen": ("inflight", "completions"),
+    "loop": ("samples", "period_ms", "ran_ms", "waited_ms", "longest_wait_ms"),
+    "rollout": ("trunc_pct",),
+    "run": ("threads", "cores"),
+}
 # Quantities whose relation to the load of generation is looked at.
 RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
 
@@ -70,6 +76,11 @@ class Tally:
     worst: dict[str, Worst] = field(default_factory=lambda: defaultdict(Worst))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop stood still
+    lagged_shared_ms: float = 0.0  # of it, in windows in which threads waited for cores
+    cores: CoreTime | None = None  # of all windows that tell; `longest_s` sums the longest wait of each
+    threads: float | None = None  # of torch in the newest process, and the cores that it may use
+    usable_cores: float | None = None
+    truncated: bool = False  # whether any rollout hit the length limit
     pairing: Pairing = field(init=False)
     _driver: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
     _all: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
@@ -138,8 +149,11 @@ class Tally:
             middle_ms, longest_ms = values.get("group_p50_ms"), values.get("group_max_ms")
             if middle_ms is not None and longest_ms is not None:
                 self._note("group_excess_ms", max(0.0, longest_ms - middle_ms), event)
+            self.truncated = self.truncated or bool(values["trunc_pct"])
         elif event.tag == "loop" and event.name == "lag":
-            self._lag(values)
+            self._lag(values, event)
+        elif event.tag == "run" and values["threads"] is not None:
+            self.threads, self.usable_cores = values["threads"], values["cores"]
 
     def _generation(self, event: Event, values: dict[str, float | None]) -> None:
         inflight, completions = values["inflight"], values["completions"]
@@ -148,14 +162,22 @@ class Tally:
         elif event.name == "batch.done" and completions is not None and event.source in self._load:
             self._load[event.source] = max(0.0, self._load[event.source] - completions)
 
-    def _lag(self, values: dict[str, float | None]) -> None:
+    def _lag(self, values: dict[str, float | None], event: Event) -> None:
         """At least so long the loop stood still: each sample is the lag of one tick, and of a stall over several ticks
         each counts the rest of it, so no sample tells of more than the time to the next tick. From percentiles: at
         least 40% of the samples lie above p50, a further 9% above p90, and 1% above p99."""
         period = TICK_MS if values["period_ms"] is None else values["period_ms"]
         p50, p90, p99 = (min(period, values[key] or 0.0) for key in ("p50_ms", "p90_ms", "p99_ms"))
         from_shares = (values["samples"] or 0.0) * (0.4 * p50 + 0.09 * p90 + 0.01 * p99)
-        self.lagged_ms += max(from_shares, values["max_ms"] or 0.0)
+        lagged_ms = max(from_shares, values["max_ms"] or 0.0)
+        self.lagged_ms += lagged_ms
+        ran_ms, waited_ms, longest_ms = values["ran_ms"], values["waited_ms"], values["longest_wait_ms"]
+        if ran_ms is None or waited_ms is None or longest_ms is None:  # not on Linux, or an older log
+            return
+        self._note("longest_wait_ms", longest_ms, event)
+        window = CoreTime(ran_ms / 1e3, waited_ms / 1e3, longest_ms / 1e3)
+        self.lagged_shared_ms += lagged_ms if window.shared else 0.0
+        self.cores = window if self.cores is None else self.cores + window
 
     def _step(self, event: Event) -> None:
         wall, train, idle = (event.number(key) for key in ("wall_ms", "train_ms", "idle_ms"))

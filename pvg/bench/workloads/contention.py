@@ -1,0 +1,138 @@
+"""Steps of the game on a machine that others use: beside 0, 1 and 2 busy processes, with many threads or with few.
+
+    pvg bench --profile contention      # one thread for each core against the default, samples in turn
+
+A sample is `steps` optimizer steps of the e2e workload with no busy process, then the same beside one, then beside
+two. The steps run in a child process (pvg.bench.workloads.contention_child): a process has one number of threads, and
+two pools of threads in one process slow each other down. The child sleeps while the other variant is measured. `kept_1`
+is the throughput beside one busy process over the idle throughput of the same sample; 1 is ideal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import orjson
+
+from pvg.bench.busy import busy_processes
+from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads import e2e
+from pvg.errors import ConfigurationError, PvgError
+from pvg.experiment import Experiment
+from pvg.sections import Count, Section
+from pvg.telemetry.core_waits import CoreTime, usable_cores
+from pvg.telemetry.spans import span
+
+BESIDE = (0, 1, 2)  # busy processes
+LONGEST_LINE = 2**20
+
+
+class Settings(Section):
+    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: as many as cores,
+    or the default of models.threads."""
+
+    steps: Count = 1
+    threads: Literal["cores", "default"] = "default"
+
+
+def make(settings: BenchSettings) -> Workload:
+    """Raises ConfigurationError where the number of threads is given twice, and for what e2e cannot measure."""
+    own, experiment = workload_settings(Settings, settings), settings.experiment
+    if experiment.models.threads:
+        raise ConfigurationError(
+            f"models.threads = {experiment.models.threads}, but this workload compares numbers of threads.",
+            "Leave models.threads out.",
+        )
+    e2e.check(experiment, own.steps)
+    threads = usable_cores() if own.threads == "cores" else 0
+    models = experiment.models.model_copy(update={"threads": threads})
+    return Contention(experiment.model_copy(update={"models": models}), own)
+
+
+class ChildFailedError(PvgError):
+    """The process that plays the steps could not, and says why."""
+
+
+class Contention:
+    """See the module."""
+
+    measures: Mapping[str, Measure] = {
+        "step_s": Measure("s", "lower", "wall time of one optimizer step with no busy process beside it"),
+        "step_1_s": Measure("s", "lower", "the same beside one busy process"),
+        "step_2_s": Measure("s", "lower", "the same beside two busy processes"),
+        "kept_1": Measure("1", "higher", "share of the idle throughput that is left beside one busy process"),
+        "kept_2": Measure("1", "higher", "share of the idle throughput that is left beside two busy processes"),
+    }
+
+    def __init__(self, experiment: Experiment, own: Settings) -> None:
+        self._experiment, self._own = experiment, own
+        self._process: asyncio.subprocess.Process | None = None
+        self._opened: dict[str, Any] = {}
+        self._times: dict[int, list[CoreTime]] = {beside: [] for beside in BESIDE}
+
+    async def open(self) -> None:
+        with span("start_process"):
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "pvg.bench.workloads.contention_child",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LONGEST_LINE,
+            )
+            self._opened = await self._ask({"experiment": self._experiment.plain(), "steps": self._own.steps})
+
+    def work(self) -> dict[str, Any]:
+        return {"beside": list(BESIDE), **self._opened["work"]}
+
+    async def sample(self, index: int) -> dict[str, float]:
+        seconds = []
+        for beside in BESIDE:
+            with span(f"beside_{beside}"), busy_processes(beside):
+                answer = await self._ask({"sample": index})
+            seconds.append(answer["step_s"])
+            if (time := answer["core_time"]) is not None:
+                self._times[beside].append(CoreTime(**time))
+        idle_s, one_s, two_s = seconds
+        return {
+            "step_s": idle_s,
+            "step_1_s": one_s,
+            "step_2_s": two_s,
+            "kept_1": idle_s / one_s,
+            "kept_2": idle_s / two_s,
+        }
+
+    def derived(self) -> dict[str, float]:
+        """The threads, and over all samples the share of their ready time in which they waited for a core, by the
+        number of busy processes (not where the kernel does not count it)."""
+        found = {"threads": float(self._opened["threads"])}
+        for beside, times in self._times.items():
+            if ready_s := sum(time.ran_s + time.waited_s for time in times):
+                found[f"waited_share_{beside}"] = sum(time.waited_s for time in times) / ready_s
+        return found
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ChildFailedError for what the child could not do, RuntimeError when it has ended."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(orjson.dumps(message) + b"\n")
+        line = await self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise RuntimeError(f"The process that plays the steps ended with code {await self._process.wait()}.")
+        answer: dict[str, Any] = orjson.loads(line)
+        if "error" in answer:
+            raise ChildFailedError(answer["error"])
+        return answer

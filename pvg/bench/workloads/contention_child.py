@@ -1,0 +1,64 @@
+"""Plays steps of the e2e workload in a process with a number of threads of its own, whenever it is asked to.
+
+    python -m pvg.bench.workloads.contention_child
+
+Reads one JSON object per line from standard input and answers each with one on standard output:
+
+    {"experiment": {...}, "steps": n}   first of all   -> {"threads": n, "work": {...}}
+    {"sample": index}                                  -> {"step_s": seconds, "core_time": {...} or null}
+
+What a user can mend is answered with {"error": "..."}. The end of the input ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+
+from pvg.bench.variants import on_loop
+from pvg.bench.workloads.e2e import EndToEnd, Settings
+from pvg.errors import PvgError
+from pvg.experiment import Experiment, build_experiment
+from pvg.models.compute import ComputeExecutor
+from pvg.telemetry.core_waits import CoreWaits
+from pvg.telemetry.spans import Tracer
+
+
+async def play(experiment: Experiment, steps: int) -> None:
+    """Reading blocks the event loop, and may: between two samples there is nothing for it to do."""
+    workload, tracer = EndToEnd(experiment, Settings(steps=steps)), Tracer()
+    with tracer.drive():
+        try:
+            await workload.open()
+            say({"threads": ComputeExecutor.in_use, "work": workload.work()})
+            waits = CoreWaits()
+            for line in sys.stdin.buffer:
+                waits.take()
+                values = await workload.sample(orjson.loads(line)["sample"])
+                time = waits.take()
+                tracer.close_step()
+                tracer.take_spans()  # not kept: nothing may grow from sample to sample
+                say({"step_s": values["step_s"], "core_time": None if time is None else asdict(time)})
+        finally:
+            await workload.close()
+
+
+def say(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    first = orjson.loads(sys.stdin.buffer.readline())
+    experiment = build_experiment(first["experiment"])
+    try:
+        on_loop(experiment.telemetry.event_loop, play(experiment, first["steps"]))
+    except PvgError as error:
+        say({"error": str(error)})
+
+
+if __name__ == "__main__":
+    main()

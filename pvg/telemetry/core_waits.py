@@ -1,0 +1,115 @@
+"""How long this process's threads waited for a core: the sign of a machine that others use too.
+
+    waits = CoreWaits()
+    ...
+    found = waits.take()            # since the last take; None where the kernel does not say
+    found.share                     # 0.4: ready to run for 10 s, on a core for 6 s of them
+
+The figures are the Linux kernel's own (/proc/self/task/*/schedstat): nanoseconds on a core, and nanoseconds in which
+the thread was ready to run while the core ran something else. Neither counts a thread that sleeps or waits for a lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+TASKS = Path("/proc/self/task")
+# Share of a window above which the machine counts as shared. Two programs that compute on one core give 0.5.
+SHARED = 0.2
+LEAST_CPU = 0.2  # cores in use, below which nothing waits that matters
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTime:
+    """Of a window, in seconds: `ran_s` on a core and `waited_s` for one, summed over the threads; `longest_s` is the
+    wait of the thread that waited longest, so at most the length of the window."""
+
+    ran_s: float
+    waited_s: float
+    longest_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the time in which threads were ready to run, that in which they waited."""
+        ready_s = self.ran_s + self.waited_s
+        return self.waited_s / ready_s if ready_s else 0.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether the share is above SHARED."""
+        return self.share > SHARED
+
+    def __add__(self, other: CoreTime) -> CoreTime:
+        """Of both windows; `longest_s` is then the sum of the longest waits of each."""
+        return CoreTime(self.ran_s + other.ran_s, self.waited_s + other.waited_s, self.longest_s + other.longest_s)
+
+    def event_fields(self) -> dict[str, float]:
+        """By the names of the "[loop] lag" lines in events.log."""
+        return {
+            "ran_ms": 1e3 * self.ran_s,
+            "waited_ms": 1e3 * self.waited_s,
+            "longest_wait_ms": 1e3 * self.longest_s,
+        }
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: fewer than the machine's in a container, or under taskset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CoreWaits:
+    """Reads the threads of this process. Used by one thread; `tasks` is a folder like /proc/self/task."""
+
+    def __init__(self, tasks: Path = TASKS) -> None:
+        self._tasks = tasks
+        self._before = self._read()
+
+    def take(self) -> CoreTime | None:
+        """Since the last take, at first since the start. A thread that has ended takes its last bit with it. None where
+        there is no such folder or no such count: on other systems than Linux, and in some containers."""
+        before, self._before = self._before, self._read()
+        if not any(ran for ran, _ in self._before.values()):
+            return None
+        ran, waited = [], []
+        for thread, (ran_ns, waited_ns) in self._before.items():
+            ran_before, waited_before = before.get(thread, (0, 0))
+            if ran_ns < ran_before:  # another thread with the number of one that has ended
+                ran_before = waited_before = 0
+            ran.append((ran_ns - ran_before) / 1e9)
+            waited.append((waited_ns - waited_before) / 1e9)
+        return CoreTime(sum(ran), sum(waited), max(waited))
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """(ran, waited) nanoseconds so far, by the thread's number. Empty where nothing can be read."""
+        found: dict[str, tuple[int, int]] = {}
+        if not self._tasks.is_dir():
+            return found
+        for task in self._tasks.iterdir():
+            try:
+                ran, waited, _ = (task / "schedstat").read_text(encoding="ascii").split()
+            except (OSError, ValueError):  # the thread has ended, or this kernel counts nothing
+                continue
+            found[task.name] = (int(ran), int(waited))
+        return found
+
+
+def crowding(metrics: Mapping[str, float]) -> str | None:
+    """What to say of a "device" record in which this process's threads waited for cores; None: nothing. The cores that
+    other processes used tell them from threads of our own that stand in each other's way."""
+    share, own = metrics.get("core_wait", 0.0), metrics.get("process_cpu", 0.0)
+    if share <= SHARED or own < LEAST_CPU or "cpu" not in metrics:
+        return None
+    cores = psutil.cpu_count() or 1
+    others = max(0.0, metrics["cpu"] * cores - own)
+    waits = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
+    if others < LEAST_CPU:
+        return f"{waits}, and no other process ran: models.threads is more than the cores that pvg may use."
+    return (
+        f"The machine is shared: {waits}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
+        "results stay the same."
+    )

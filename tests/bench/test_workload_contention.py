@@ -1,0 +1,65 @@
+"""The contention workload: steps beside busy processes, in a process with a number of threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pvg.bench.profile import load_profile
+from pvg.bench.runner import run_variant
+from pvg.bench.variants import plan_bench, run_plan
+from pvg.bench.workloads import WORKLOADS, contention
+from pvg.errors import ConfigurationError
+
+SMALL = ["training.groups=1", "rollout.group_size=2", "rollout.max_tokens=8", "warmup=0", "repeats=1"]
+
+
+def test_a_sample_is_the_same_steps_beside_no_one_and_two_busy_processes() -> None:
+    settings = load_profile("contention", SMALL)
+    variant, work = asyncio.run(run_variant(lambda: WORKLOADS["contention"](settings), warmup=0, repeats=2))
+    assert variant.status == "ok", variant.reason
+    samples = {name: found.values for name, found in variant.samples.items()}
+    for busy in (1, 2):
+        pairs = zip(samples["step_s"], samples[f"step_{busy}_s"], strict=True)
+        assert samples[f"kept_{busy}"] == tuple(idle / beside for idle, beside in pairs)
+    assert all(seconds > 0 for seconds in samples["step_s"])
+    assert variant.derived["threads"] == 1  # the default of the embedded prover
+    assert (work["beside"], work["steps"], work["groups"]) == ([0, 1, 2], 1, 1)
+    assert variant.budget is not None
+    assert {"beside_0", "beside_1", "beside_2"} <= variant.budget.exposed.keys()
+
+
+def test_the_profile_compares_one_thread_for_each_core_with_the_default_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contention, "usable_cores", lambda: 3)
+    plan = plan_bench("contention", SMALL)
+    assert plan.interleave
+    assert not plan_bench("contention", SMALL, interleave=False).interleave
+    report = run_plan(plan, command="test").report
+    assert report.status == "ok", report.reason
+    assert [variant.label for variant in report.variants] == ["threads=cores", "threads=default"]
+    assert [variant.derived["threads"] for variant in report.variants] == [3, 1]
+    assert "by_variant" not in report.work  # both do the same
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["models.threads=2"], "compares numbers of threads"),
+        (["workload.steps=3", "training.minibatches=2"], "workload.steps = 3 ends within a batch"),
+        (["workload.threads=many"], "workload.threads"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_opened(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        WORKLOADS["contention"](load_profile("contention", overrides))
+
+
+def test_what_the_child_cannot_play_fails_the_variant() -> None:
+    # Room for a completion, but not for its prompt: known only when the problems are rendered.
+    settings = load_profile("contention", [*SMALL, "training.micro_batch_tokens=12"])
+    variant, _ = asyncio.run(run_variant(lambda: WORKLOADS["contention"](settings), warmup=0, repeats=1))
+    assert variant.status == "failed"
+    assert "training.micro_batch_tokens = 12 fits no batch" in variant.reason

@@ -1,0 +1,91 @@
+"""How long threads waited for cores: the kernel's figures, where it has them, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pvg.telemetry.core_waits import SHARED, CoreTime, CoreWaits, crowding
+
+LINUX = Path("/proc/self/schedstat").is_file()
+
+# Pinned to one core, as the busy process that it starts is: the kernel gives each a half of it.
+BESIDE_A_BUSY_PROCESS = """
+import json, os, sys, time
+from pvg.bench.busy import busy_processes
+from pvg.telemetry.core_waits import CoreWaits
+
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+with busy_processes(1, limit_s=120.0):
+    waits = CoreWaits()
+    while time.process_time() < 1.0:
+        pass
+    found = waits.take()
+print(json.dumps([found.ran_s, found.waited_s, found.longest_s, found.shared]))
+"""
+
+
+def kernel(folder: Path, **threads: tuple[int, int]) -> None:
+    """What the kernel says of each thread: nanoseconds that it ran, and that it waited."""
+    for name, (ran, waited) in threads.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "schedstat").write_text(f"{ran} {waited} 7\n")
+
+
+def test_a_window_is_what_the_threads_ran_and_waited_since_the_one_before(tmp_path: Path) -> None:
+    kernel(tmp_path, t1=(5_000_000_000, 1_000_000_000), t2=(1, 1))
+    waits = CoreWaits(tmp_path)
+    kernel(tmp_path, t1=(6_000_000_000, 1_500_000_000), t3=(500_000_000, 2_000_000_000))
+    found = waits.take()
+    assert found == CoreTime(pytest.approx(1.5), pytest.approx(2.5), pytest.approx(2.0))
+    assert found is not None
+    assert found.share == pytest.approx(2.5 / 4.0)
+    assert waits.take() == CoreTime(0.0, 0.0, 0.0)
+    kernel(tmp_path, t3=(100_000_000, 0))  # another thread of that number
+    assert waits.take() == CoreTime(pytest.approx(0.1), 0.0, 0.0)
+
+
+def test_threads_that_end_take_their_last_bit_with_them(tmp_path: Path) -> None:
+    kernel(tmp_path, t1=(10, 10), t2=(10, 10))
+    waits = CoreWaits(tmp_path)
+    (tmp_path / "t2" / "schedstat").unlink()
+    assert waits.take() == CoreTime(0.0, 0.0, 0.0)
+
+
+def test_nothing_is_said_where_the_kernel_counts_nothing(tmp_path: Path) -> None:
+    assert CoreWaits(tmp_path / "proc").take() is None  # another system than Linux
+    assert CoreWaits(tmp_path).take() is None
+    kernel(tmp_path, t1=(0, 0))  # the kernel was built without the count
+    assert CoreWaits(tmp_path).take() is None
+    (tmp_path / "t1" / "schedstat").write_text("what?\n")
+    assert CoreWaits(tmp_path).take() is None
+
+
+@pytest.mark.skipif(not LINUX, reason="reads what Linux counts")
+def test_a_busy_process_on_the_same_core_is_seen() -> None:
+    command = [sys.executable, "-c", BESIDE_A_BUSY_PROCESS]
+    ran_s, waited_s, longest_s, shared = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert shared
+    assert ran_s > 0.5
+    assert waited_s > ran_s * SHARED
+    assert 0.5 * waited_s < longest_s <= waited_s
+
+
+def test_the_notice_tells_other_programs_from_threads_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    shared = crowding({"core_wait": 0.4, "cpu": 1.0, "process_cpu": 1.5})
+    assert shared is not None
+    assert "waited for a core 40%" in shared
+    assert "other processes used 2.5 of 4 cores" in shared
+    own = crowding({"core_wait": 0.4, "cpu": 1.0, "process_cpu": 3.9})
+    assert own is not None
+    assert "models.threads is more than the cores" in own
+    assert crowding({"core_wait": SHARED, "cpu": 1.0, "process_cpu": 1.5}) is None
+    assert crowding({"core_wait": 0.9, "cpu": 1.0, "process_cpu": 0.01}) is None  # it has nothing to do
+    assert crowding({"cpu": 1.0, "process_cpu": 1.5}) is None  # not known here
+    assert crowding({"core_wait": 0.9}) is None  # the first sample
