@@ -1,4 +1,7 @@
-"""A small Hugging Face hub on loopback: the routes that huggingface_hub calls for a download, and their failures."""
+"""A small Hugging Face hub on loopback: the routes that huggingface_hub calls for a download, and their failures.
+
+As the real one does, it redirects large files (here: safetensors) to an address of their own, which wants no token.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,8 @@ class Hub:
 
     def downloads(self) -> list[str]:
         """The files whose content was asked for."""
-        return [
-            line.split()[1].rpartition("/")[2] for line in self.seen if line.startswith("GET") and "/resolve/" in line
-        ]
+        paths = [line.split()[1] for line in self.seen if line.startswith("GET")]
+        return [path.rpartition("/")[2] for path in paths if "/resolve/" in path or path.startswith("/lfs/")]
 
     def forget(self) -> None:
         self.seen.clear()
@@ -71,7 +73,11 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.hub.seen.append(f"{self.command} /{path} {self.headers.get('Range', '')}".strip())
-        if self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
+        if path.startswith("lfs/"):
+            _, commit, file = path.split("/", 2)
+            files = next(r.commits[commit] for r in self.hub.repositories.values() if commit in r.commits)
+            self._content(file, files[file], commit, with_body)
+        elif self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
             self._refuse(401, "", "Invalid credentials in Authorization header")
         elif path.startswith("api/"):
             self._api(path.split("/")[1:])
@@ -104,8 +110,19 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(401, "GatedRepo", "Access to this model is restricted.")
         elif file not in files:
             self._refuse(404, "EntryNotFound", "Entry not found")
+        elif file.endswith(".safetensors"):
+            self._redirect(f"/lfs/{commit}/{file}", files[file], commit)
         else:
             self._content(file, files[file], commit, with_body)
+
+    def _redirect(self, location: str, content: bytes, commit: str) -> None:
+        self.send_response(302)
+        self.send_header("Location", f"{self.hub.url}{location}")
+        self.send_header("X-Linked-ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Linked-Size", str(len(content)))
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _content(self, file: str, content: bytes, commit: str, with_body: bool) -> None:
         begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
