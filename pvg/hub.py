@@ -16,7 +16,9 @@ from __future__ import annotations
 import errno
 import functools
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, Us
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
+    from huggingface_hub.utils.tqdm import tqdm
 
     from pvg.experiment import Experiment
 
@@ -228,10 +231,14 @@ def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
         return folder
     if download.missing:
         say(f"{hub_id.repository}: {download}, to {cache_folder()}.")
-    with _explained(hub_id, kind, downloading=True), _progress(shown=sys.stderr.isatty()):
+    with _explained(hub_id, kind, downloading=True), _progress(shown=sys.stderr.isatty()), _stoppable() as bars:
         return Path(
             snapshot_download(
-                hub_id.repository, repo_type=kind, revision=hub_id.revision, allow_patterns=list(PATTERNS[kind])
+                hub_id.repository,
+                repo_type=kind,
+                revision=hub_id.revision,
+                allow_patterns=list(PATTERNS[kind]),
+                tqdm_class=bars,
             )
         )
 
@@ -307,6 +314,36 @@ def _progress(*, shown: bool) -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+@contextmanager
+def _stoppable() -> Iterator[type[tqdm]]:
+    """A class of progress bars that end the download once SIGINT has come. Without it huggingface_hub waits until the
+    files in transfer are complete, which may take an hour."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    stopped = threading.Event()
+
+    class StoppableBar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped.is_set():
+                raise KeyboardInterrupt  # in the thread of one file, which removes what it has of it
+            shown: bool | None = super().update(n)
+            return shown
+
+    def stop(number: int, frame: object) -> None:
+        stopped.set()
+        raise KeyboardInterrupt
+
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield StoppableBar
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield StoppableBar
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

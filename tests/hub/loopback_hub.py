@@ -5,8 +5,10 @@ As the real one does, it redirects large files (here: safetensors) to an address
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,12 +35,13 @@ class Repository:
 @dataclass
 class Hub:
     """`cuts`: file name -> after how many bytes the connection ends, for each answer in turn. `seen`: a line for each
-    request, with its method, path and range."""
+    request, with its method, path and range. `slow`: files that come as one kilobyte every 50 ms."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     cuts: dict[str, list[int]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
+    slow: set[str] = field(default_factory=set)
 
     def add(self, name: str, files: dict[str, bytes], *, kind: str = "models", gated: bool = False) -> str:
         """A new commit on main. Returns it."""
@@ -63,6 +66,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Not on stderr."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # a client that was stopped
+            super().handle()
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -141,7 +148,12 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self, file: str, part: bytes) -> None:
         cuts = self.hub.cuts.get(file)
         end = cuts.pop(0) if cuts else None
-        self.wfile.write(part[:end])
+        if file in self.hub.slow:
+            for place in range(0, len(part), 1000):
+                self.wfile.write(part[place : place + 1000])
+                time.sleep(0.05)
+        else:
+            self.wfile.write(part[:end])
         self.close_connection = end is not None
 
     def _commit(self, key: str, revision: str) -> tuple[str, dict[str, bytes]] | None:

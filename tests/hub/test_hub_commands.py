@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
+import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -170,6 +174,33 @@ def test_samples_of_a_hub_model_then_offline(
     refused = pvg_process("train", "-s", "models.prover.source=hf:tiny/other")
     assert refused.code == 3
     assert "HF_HUB_OFFLINE is set, and hf:tiny/other is not completely in the cache" in refused.err
+
+
+TRAIN = """
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 1000  # bytes between two looks at what was asked; 10 MB by default
+from cli.main import app
+app(["train", "-s", "models.prover.source=hf:tiny/prover"], prog_name="pvg")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_download_is_stopped_by_a_signal(
+    hub: Hub, environment: Path, model: dict[str, bytes], number: signal.Signals
+) -> None:
+    """The slow file would take 40 seconds. Its process ends before, and leaves no part of it."""
+    hub.add("tiny/prover", model)
+    hub.slow.add("model.safetensors")
+    with subprocess.Popen([sys.executable, "-c", TRAIN], stderr=subprocess.PIPE, text=True) as process:
+        while "model.safetensors" not in hub.downloads() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err.endswith("Stopped before anything was started.\n")
+    assert "Traceback" not in err
+    assert list(environment.rglob("*.incomplete")) == []
+    assert not Path("runs").exists()
 
 
 def test_a_hub_that_stops_answering_while_a_game_begins_leaves_no_run(
