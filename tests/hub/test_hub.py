@@ -254,6 +254,7 @@ def test_a_full_disk_is_told(hub: Hub, environment: Path, model: dict[str, bytes
     done = subprocess.run([sys.executable, "-c", FILL], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"{environment}: "), done.stderr
     assert "Free some space, or set HF_HOME to another disk." in done.stdout
+    assert "it/s" not in done.stderr  # no progress bars where no terminal is
 
 
 def test_huggingface_hub_is_loaded_for_a_download_alone() -> None:
