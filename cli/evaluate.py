@@ -58,6 +58,7 @@ def evaluate(
     """
     from pvg.evaluation.courses import default_parts
     from pvg.evaluation.parts import parse_parts, parse_rounds
+    from pvg.hub import fetch_all
     from pvg.store.run_directory import RunDirectory
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
@@ -66,6 +67,7 @@ def evaluate(
     wanted = default_parts(experiment) if named is None else named
     other = None if baseline is None else RunDirectory.open(baseline, runs)
     _refuse_early(run)
+    fetch_all(experiment, say)
     from pvg.evaluation.runner import Request
 
     outcome = _measure(experiment, run, Request(wanted, numbers, other), as_json)

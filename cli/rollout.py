@@ -47,11 +47,14 @@ def rollout(
     from cli.runs import create, plan_new
     from cli.train import last_words
     from pvg.errors import PvgError
+    from pvg.hub import fetch_all
 
-    resolved = resolve(experiment, [*(overrides or []), *metrics_port_override(metrics_port)])
-    plan = plan_new(resolved, run_name, suffix="-samples")
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    plan = plan_new(resolve(experiment, settings), run_name, suffix="-samples")
+    resolved = plan.experiment
     if plan.notice:
         say(plan.notice)
+    fetch_all(resolved, say, ("models.prover.source", "task.path"))
     run = create(plan)
 
     async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:

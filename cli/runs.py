@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli.boundary import say
 from cli.resolve import DEFAULT_EXPERIMENT, resolve
 from pvg.errors import MissingRequirementError, StateError, UsageError
 from pvg.experiment import Experiment, differences, load_experiment, read_override
+from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.sections import Store
 from pvg.store.run_directory import RunDirectory, refuse_name
@@ -27,7 +29,8 @@ class Plan:
 
 
 def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan:
-    """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists."""
+    """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists. Its hub ids get their commits."""
+    experiment = pinned(experiment, say)
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
     refuse_name(wanted)
@@ -61,8 +64,9 @@ def plan_resume(name: str | None, overrides: Sequence[str], run_name: str) -> Pl
     root = given.store.root if given else _root(overrides)
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     _refuse_unplayable(run)
-    experiment = given or load_experiment(run.experiment_file, overrides)
-    changed = differences(run.experiment().hashed(), experiment.hashed())
+    own = run.experiment()
+    experiment = pinned(pinned_as(given or load_experiment(run.experiment_file, overrides), own), say)
+    changed = differences(own.hashed(), experiment.hashed())
     if changed:
         raise StateError(
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",

@@ -66,18 +66,21 @@ def serve(
     from cli.resolve import resolve
     from cli.serve_display import view
     from pvg.errors import UsageError
+    from pvg.hub import fetch_all, pinned
     from pvg.serving.command import server_spec
     from pvg.serving.interpreter import find_interpreter
     from pvg.serving.models import kind_for, model_folder
     from pvg.serving.process import check_port
 
-    experiment = resolve(name, overrides or [])
+    key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"
+    experiment = pinned(resolve(name, overrides or []), say, (key,))
     kind_for(experiment, purpose)
     check_port(host, port)
     if log is not None and log.is_dir():
         raise UsageError(f"{log} is a folder.", "Name a file: --log FILE")
     interpreter = find_interpreter(experiment.serving.python)
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
+    fetch_all(experiment, say, (key,))
     folder = model_folder(experiment, purpose)
     spec = server_spec(experiment, purpose, interpreter, folder, log=place, port=port, host=host)
     if spec.open_to_network:

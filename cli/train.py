@@ -71,6 +71,7 @@ def train(
     from cli.resolve import resolve
     from cli.runs import plan_new, plan_resume
     from pvg.errors import UsageError
+    from pvg.hub import fetch_all
 
     if resume is not None and run_name is not None:
         raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
@@ -83,6 +84,7 @@ def train(
         return
     if plan.notice:
         say(plan.notice)
+    fetch_all(plan.experiment, say)
     _tell(_play(plan, as_json), plan, as_json)
 
 
@@ -90,8 +92,10 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     from dataclasses import asdict
 
     from cli.output import arithmetic_table, print_toml, stdout
+    from pvg.hub import KEYS, download_of, hub_ids
 
     experiment = plan.experiment
+    downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
     if as_json:
         emit(
             {
@@ -100,6 +104,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
                 "hash": experiment.hash(),
                 "run": str(plan.run.path),
                 "resume": plan.resume,
+                "downloads": {key: asdict(download) for key, download in downloads.items()},
             }
         )
         return
@@ -107,6 +112,8 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     console = stdout()
     console.print()
     console.print(arithmetic_table(experiment))
+    for key, download in downloads.items():
+        console.print(f"{key}: {download}")
     console.print(f"\nThis {'continues' if plan.resume else 'would play in'} {plan.run.path}.", style="bright_black")
 
 

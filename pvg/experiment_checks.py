@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pvg import hub
+from pvg.errors import ConfigurationError
 from pvg.experiment_learning_checks import impossible_learning, odd_learning
 from pvg.protocol_checks import protocol_impossibilities, protocol_oddities
 
@@ -22,7 +24,7 @@ def impossibilities(experiment: Experiment) -> list[str]:
     training, rollout, verifier = experiment.training, experiment.rollout, experiment.verifier
     rollouts = training.groups * rollout.group_size
     longest = rollout.max_tokens + 1
-    found = []
+    found = _wrong_hub_ids(experiment)
     if rollout.group_size == 1 and not training.groupless:
         found.append(
             f"rollout.group_size = 1 leaves {training.loss} no group to take a mean of: every advantage would be 0; "
@@ -445,6 +447,19 @@ def oddities(experiment: Experiment) -> list[str]:
     for key, is_set in idle.get(training.loss, {}).items():
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
+    return found
+
+
+def _wrong_hub_ids(experiment: Experiment) -> list[str]:
+    """Of the impossibilities, those of `hf:OWNER/NAME`. The hub itself is not asked."""
+    found = []
+    for key, source in hub.hub_ids(experiment):
+        try:
+            hub.parse(source)
+        except ConfigurationError as error:
+            found.append(f"{key}: {error.message} {error.remedy}".rstrip("."))
+        if key == "task.path" and experiment.task.kind != "gsm8k":
+            found.append(f"{key} = {source!r}: only task.kind = 'gsm8k' reads a dataset of the hub")
     return found
 
 

@@ -49,7 +49,8 @@ class ModchainTask(Section):
 
 
 class Gsm8kTask(Section):
-    """Grade-school word problems in the published JSONL form; `path` holds train.jsonl and test.jsonl."""
+    """Grade-school word problems. `path`: a folder with train and test as .jsonl or .parquet, or a dataset of the
+    Hugging Face hub, such as "hf:openai/gsm8k"."""
 
     kind: Literal["gsm8k"] = "gsm8k"
     path: Folder | None = None
@@ -113,8 +114,8 @@ TaskSection = Annotated[
 class ModelSection(Section):
     """Where a model comes from.
 
-    `source`: "embedded:NAME" (shipped with pvg), "gguf:PACKAGE" (a GGUF file inside an installed package), or the
-    path of a Hugging Face directory.
+    `source`: "embedded:NAME" (shipped with pvg), "hf:OWNER/NAME" or "hf:OWNER/NAME@REVISION" (the Hugging Face hub),
+    "gguf:PACKAGE" (a GGUF file inside an installed package), or the path of a Hugging Face directory.
     """
 
     source: str = "embedded:modchain-prover"

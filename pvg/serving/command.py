@@ -17,6 +17,7 @@ from typing import Literal
 
 import orjson
 
+from pvg import hub
 from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment
 from pvg.serving.interpreter import Interpreter
@@ -110,8 +111,11 @@ def server_spec(
 
 
 def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
-    """What requests call the model: an embedded model's name, else that of its folder."""
-    kind, separator, name = section_for(experiment, purpose).source.partition(":")
+    """What requests call the model: an embedded model's name, a hub model's without its owner, else its folder's."""
+    source = section_for(experiment, purpose).source
+    if hub.is_hub_id(source):
+        return hub.parse(source).name
+    kind, separator, name = source.partition(":")
     return name if separator and kind == "embedded" else folder.name
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 import pvg
-from pvg import errors
+from pvg import errors, hub
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
 from pvg.experiment import Experiment, nearest
 from pvg.inputs import expanded
@@ -72,7 +72,12 @@ def model_folder(experiment: Experiment, purpose: Purpose) -> Path:
     source, separator, name = section.source.partition(":")
     if separator and source == "gguf":
         return _made(kind, section, experiment.weights.root)
-    folder = _embedded(name) if separator and source == "embedded" else _directory(section.source)
+    if separator and source == "embedded":
+        folder = _embedded(name)
+    elif hub.is_hub_id(section.source):
+        folder = _directory(str(hub.fetch(section.source, "model")))
+    else:
+        folder = _directory(section.source)
     return folder if kind == "generator" else _made(kind, section, experiment.weights.root)
 
 
@@ -93,7 +98,7 @@ def _directory(source: str) -> Path:
     if not folder.is_dir():
         raise MissingRequirementError(
             f"There is no model directory {source!r}.",
-            'A source is "embedded:NAME", "gguf:PACKAGE", or the path of a Hugging Face directory.',
+            'A source is "embedded:NAME", "hf:OWNER/NAME", "gguf:PACKAGE", or the path of a Hugging Face directory.',
         )
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigurationError(

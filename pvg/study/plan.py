@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
+from pvg import hub
 from pvg.errors import ConfigurationError, PvgError
 from pvg.experiment import (
     Experiment,
@@ -307,6 +308,12 @@ def _resolve(
         assign(data, key, value)
     origins = {key: where for key, _, where in said}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
+    for key, hub_id in hub.hub_ids(experiment):
+        if not hub.parse(hub_id).is_pinned:
+            raise ConfigurationError(
+                f"{key} = {hub_id!r} names no commit, so two cells could differ in it (arm {name!r} of {origin}).",
+                f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
+            )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin)
     return Arm(name, source, settings, experiment, evaluated)
 

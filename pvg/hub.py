@@ -1,0 +1,440 @@
+"""Models and datasets of the Hugging Face hub, named `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
+
+    experiment = pinned(experiment, say)                    # each hub id with its commit: hf:OWNER/NAME@<commit>
+    fetch_all(experiment, say)                              # downloads what the cache does not hold
+    folder = fetch("hf:OWNER/NAME@<commit>", "model")       # where the files lie on this machine
+
+huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
+HF_HUB_OFFLINE, HF_ENDPOINT. It retries a connection that breaks, and keeps the files that are complete.
+
+Invariant: of a model only safetensors, JSON and text are downloaded, of a dataset only parquet and JSON lines. So no
+pickle and no code reaches the disk. Importing this module loads no huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+    from huggingface_hub.utils.tqdm import tqdm
+
+    from pvg.experiment import Experiment
+
+Kind = Literal["model", "dataset"]
+Say = Callable[[str], None]
+
+SCHEME = "hf:"
+FORM = "Write hf:OWNER/NAME or hf:OWNER/NAME@REVISION."
+WORD = r"\w(?:[\w.-]*\w)?"
+HUB_ID = re.compile(rf"hf:(?P<repository>{WORD}(?:/{WORD})?)(?:@(?P<revision>{WORD}(?:/{WORD})*))?", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LONGEST = 96  # characters of OWNER/NAME
+TIMEOUT_S = 30.0  # for an answer about a repository
+AGAIN = "Type the same command again: files that are complete are not downloaded again."
+# What is downloaded. A tokenizer's files have many names; Python files are in none of these patterns.
+WEIGHTS = ("model.safetensors", "model-*.safetensors")
+MODEL_FILES = (
+    *WEIGHTS,
+    "model.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+DATA_FOLDERS = ("", "main/", "data/")  # of a repository, where the splits may lie; "main" is the gsm8k of two variants
+DATA_FILES = tuple(
+    f"{folder}{split}{ending}"
+    for folder in DATA_FOLDERS
+    for split in ("train", "test")
+    for ending in (".jsonl", ".parquet", "-*.parquet")
+)
+PATTERNS: dict[Kind, tuple[str, ...]] = {"model": MODEL_FILES, "dataset": DATA_FILES}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# The settings that may hold a hub id.
+KEYS: dict[str, Kind] = {"models.prover.source": "model", "models.verifier.source": "model", "task.path": "dataset"}
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """`revision`: a branch, a tag, `refs/pr/N` or a commit; None: the newest commit of the main branch."""
+
+    repository: str
+    revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Without the owner."""
+        return self.repository.rpartition("/")[2]
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.revision is not None and COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """The files of one repository: how many there are, and what the cache lacks of them (`size` in bytes)."""
+
+    files: int
+    missing: int
+    size: int
+
+    def __str__(self) -> str:
+        if not self.missing:
+            return "complete in the cache"
+        return f"{self.missing} of {self.files} files to download, {self.size / 1e6:,.1f} MB"
+
+
+def is_hub_id(source: str) -> bool:
+    return source.startswith(SCHEME)
+
+
+def parse(source: str) -> HubId:
+    """Raises ConfigurationError for what no repository or revision can be called."""
+    found = HUB_ID.fullmatch(source)
+    if found is None or len(found["repository"]) > LONGEST or ".." in source or "--" in found["repository"]:
+        raise ConfigurationError(f"{source[:LONGEST]!r} is no id of the Hugging Face hub.", FORM)
+    return HubId(found["repository"], found["revision"])
+
+
+def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list[tuple[str, str]]:
+    """(key, hub id) of the settings among `keys` that hold one."""
+    values = {
+        "models.prover.source": experiment.models.prover.source,
+        "models.verifier.source": experiment.models.verifier.source,
+        "task.path": str(getattr(experiment.task, "path", None) or ""),
+    }
+    return [(key, value) for key, value in values.items() if key in keys and is_hub_id(value)]
+
+
+def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> Experiment:
+    """The experiment with the commit in each hub id among `keys`. Asks the hub for those that name none.
+
+    Raises what `resolve` raises.
+    """
+    for key, source in hub_ids(experiment, keys):
+        experiment = _with(experiment, key, str(resolve(parse(source), KEYS[key], say)))
+    return experiment
+
+
+def pinned_as(experiment: Experiment, earlier: Experiment) -> Experiment:
+    """The experiment with the commits of `earlier` (of the run that is resumed), where a hub id names no revision."""
+    before = dict(hub_ids(earlier))
+    for key, source in hub_ids(experiment):
+        hub_id = parse(source)
+        if hub_id.revision is None and key in before and parse(before[key]).repository == hub_id.repository:
+            experiment = _with(experiment, key, before[key])
+    return experiment
+
+
+def _with(experiment: Experiment, key: str, source: str) -> Experiment:
+    if key == "task.path":
+        return experiment.model_copy(update={"task": experiment.task.model_copy(update={"path": Path(source)})})
+    player = key.split(".")[1]
+    section = getattr(experiment.models, player).model_copy(update={"source": source})
+    return experiment.model_copy(update={"models": experiment.models.model_copy(update={player: section})})
+
+
+# --- asking the hub ----------------------------------------------------------------------------------------------
+
+
+def resolve(hub_id: HubId, kind: Kind, say: Say) -> HubId:
+    """The hub id with its commit. Without an answer from the hub this is the commit that the cache has for the
+    revision, and `say` gets a sentence about it.
+
+    Raises UsageError for a repository or a revision that does not exist, MissingRequirementError when the hub does not
+    answer and the cache holds nothing.
+    """
+    if hub_id.is_pinned:
+        return hub_id
+    commit, notice = _commit(hub_id, kind)
+    if notice:
+        say(notice)
+    return replace(hub_id, revision=commit)
+
+
+@functools.cache
+def _commit(hub_id: HubId, kind: Kind) -> tuple[str, str]:
+    """(commit, notice). A process asks once, so all its models are of one commit."""
+    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import RevisionResolutionError
+
+    api = HfApi()
+    asked: dict[str, Any] = {"repo_id": hub_id.repository, "repo_type": kind, "revision": hub_id.revision}
+    try:
+        with _explained(hub_id, kind):
+            api.repo_info(**asked, timeout=TIMEOUT_S)  # the next call has no timeout
+            return api.resolve_revision(**asked).resolved, ""
+    except UnreachableError as error:
+        try:
+            commit = api.resolve_revision(**asked, local_files_only=True).resolved
+        except RevisionResolutionError:
+            raise error from None
+        reason = "HF_HUB_OFFLINE is set" if is_offline_mode() else error.message.rstrip(".")
+        return commit, f"{reason}. {hub_id} is commit {commit}, from the cache."
+
+
+def download_of(source: str, kind: Kind) -> Download:
+    """What `fetch` would download; only file names and sizes are asked for. Raises what `fetch` raises."""
+    hub_id = resolve(parse(source), kind, lambda notice: None)
+    with _explained(hub_id, kind):
+        files = _listed(hub_id, kind)
+    lacking = [file for file in files if file.will_download]
+    return Download(len(files), len(lacking), sum(file.file_size or 0 for file in lacking))
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
+    """The folder with the files of a hub id. Files that the cache lacks are downloaded first; a commit whose files are
+    all in the cache needs no network. `say` gets a line before a download, and huggingface_hub draws its progress on a
+    terminal.
+
+    Raises what `resolve` raises, MissingRequirementError for a gated repository, a download that stops and a full disk,
+    and ConfigurationError for a repository without safetensors, or without train and test files.
+    """
+    from huggingface_hub import snapshot_download
+
+    hub_id = resolve(parse(source), kind, say)
+    try:
+        download = download_of(str(hub_id), kind)
+    except UnreachableError:
+        folder = _cached(hub_id, kind)
+        if folder is None:
+            raise
+        return folder
+    if download.missing:
+        say(f"{hub_id.repository}: {download}, to {cache_folder()}.")
+    with _explained(hub_id, kind, downloading=True), _progress(shown=sys.stderr.isatty()), _stoppable() as bars:
+        return Path(
+            snapshot_download(
+                hub_id.repository,
+                repo_type=kind,
+                revision=hub_id.revision,
+                allow_patterns=list(PATTERNS[kind]),
+                tqdm_class=bars,
+            )
+        )
+
+
+def _cached(hub_id: HubId, kind: Kind) -> Path | None:
+    """The folder of a revision in the cache; None where files are missing. huggingface_hub knows which files there
+    should be, unless an old version of it filled the cache: then the folder is taken as it is."""
+    from huggingface_hub import snapshot_download
+
+    asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
+    try:
+        folder = snapshot_download(
+            hub_id.repository, **asked, allow_patterns=list(PATTERNS[kind]), local_files_only=True
+        )
+    except FileNotFoundError:
+        return None
+    return Path(folder)
+
+
+def fetch_all(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
+    """`fetch` every hub id among `keys`, before something opens it that has no room for a progress bar."""
+    for source, kind in dict.fromkeys((source, KEYS[key]) for key, source in hub_ids(experiment, keys)):
+        fetch(source, kind, say)
+
+
+def cache_folder() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
+    """The files that pvg reads of a pinned repository. Raises ConfigurationError when they are not enough."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
+    with _progress(shown=False):
+        files: list[DryRunFileInfo] = snapshot_download(
+            hub_id.repository, **asked, allow_patterns=list(PATTERNS[kind]), dry_run=True
+        )
+    names = {file.filename for file in files}
+    if kind == "dataset":
+        if not all(any(name.rpartition("/")[2].startswith(split) for name in names) for split in ("train", "test")):
+            raise ConfigurationError(
+                f"The dataset {hub_id.repository!r} has no train and test files that pvg reads.",
+                "It needs train and test as .jsonl or .parquet, at its root, in main/ or in data/.",
+            )
+        return files
+    if not any(name.endswith(".safetensors") for name in names):
+        everything = HfApi().list_repo_files(hub_id.repository, **asked)
+        pickles = sorted(name for name in everything if name.endswith(PICKLES))
+        if pickles:
+            raise ConfigurationError(
+                f"{hub_id.repository!r} holds its weights only as {pickles[0]}, a pickle, which pvg never opens.",
+                "Name a repository or a revision with model.safetensors (often a pull request: @refs/pr/1).",
+            )
+        raise ConfigurationError(f"{hub_id.repository!r} holds no model.safetensors.", "Name another model.")
+    if "config.json" not in names:
+        raise ConfigurationError(f"{hub_id.repository!r} holds no config.json, so it is no model of transformers.")
+    return files
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[None]:
+    """huggingface_hub draws some of its progress bars where no terminal is."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextmanager
+def _stoppable() -> Iterator[type[tqdm]]:
+    """A class of progress bars that end the download once SIGINT has come. Without it huggingface_hub waits until the
+    files in transfer are complete, which may take an hour."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    stopped = threading.Event()
+
+    class StoppableBar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped.is_set():
+                raise KeyboardInterrupt  # in the thread of one file, which removes what it has of it
+            shown: bool | None = super().update(n)
+            return shown
+
+    def stop(number: int, frame: object) -> None:
+        stopped.set()
+        raise KeyboardInterrupt
+
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield StoppableBar
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield StoppableBar
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+class UnreachableError(MissingRequirementError):
+    """The hub does not answer, or is not to be asked."""
+
+
+@contextmanager
+def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator[None]:
+    """Turns what huggingface_hub raises into an error of pvg: what is wrong with which repository, and what to do."""
+    try:
+        yield
+    except PvgError:
+        raise
+    except Exception as error:
+        told = _explanation(error, hub_id, kind, downloading)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: bool) -> PvgError | None:
+    from huggingface_hub import errors
+
+    # Of transport errors the base class of huggingface_hub's HTTP client, which is another one in each major version.
+    transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refusal(error, hub_id, kind)
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UnreachableError(
+            f"HF_HUB_OFFLINE is set, and {hub_id} is not completely in the cache {cache_folder()}.",
+            "Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that holds it.",
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError):
+        told = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind, downloading)
+        return told or UnreachableError(f"{_host()} does not answer: {_first_line(error)}", AGAIN)
+    if isinstance(error, transport):
+        what = f"The download of {hub_id.repository} stopped" if downloading else f"{_host()} cannot be reached"
+        return UnreachableError(f"{what}: {_first_line(error) or type(error).__name__}.", f"Check the network. {AGAIN}")
+    return _disk_error(error, hub_id) if isinstance(error, OSError) else None
+
+
+def _disk_error(error: OSError, hub_id: HubId) -> PvgError:
+    """`error` has no number when a downloaded file has not the size that the hub names."""
+    if error.errno is None:
+        return MissingRequirementError(f"The download of {hub_id.repository} is damaged: {_first_line(error)}", AGAIN)
+    if error.errno in DISK_FULL:
+        remedy = f"Free some space, or set HF_HOME to another disk. {AGAIN}"
+        return MissingRequirementError(f"{cache_folder()}: {error.strerror}.", remedy)
+    place = error.filename or cache_folder()
+    return MissingRequirementError(f"{place}: {error.strerror}.", "Set HF_HOME to a folder that can be written.")
+
+
+def _refusal(error: Any, hub_id: HubId, kind: Kind) -> PvgError:
+    """What an HTTP status of the hub means. `error` is an HfHubHTTPError."""
+    from huggingface_hub import errors
+
+    page = f"{_host()}/{'datasets/' if kind == 'dataset' else ''}{hub_id.repository}"
+    login = "set HF_TOKEN or type: hf auth login"
+    status = error.response.status_code
+    if isinstance(error, errors.GatedRepoError):
+        return MissingRequirementError(
+            f"The {kind} {hub_id.repository!r} is gated: its owner gives access to those who ask.",
+            f"Ask for access at {page}, then {login}.",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UsageError(
+            f"The {kind} {hub_id.repository!r} has no revision {hub_id.revision or 'main'!r}.",
+            f"Name a branch, a tag or a commit ({page}/commits), or leave the revision out.",
+        )
+    if status == 401 and "Invalid credentials" in error.response.headers.get("X-Error-Message", ""):
+        return MissingRequirementError(f"{_host()} does not accept your token.", f"Make a new one, then {login}.")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        return UsageError(
+            f"There is no {kind} {hub_id.repository!r} at {_host()}, or it is private.",
+            f"Check the name; for a private one {login}.",
+        )
+    if status == 403:
+        return MissingRequirementError(
+            f"{_host()} forbids access to {hub_id.repository!r}.", f"Use a token that may read it: {login}."
+        )
+    return UnreachableError(f"{_host()} answers with HTTP status {status}.", "Try again later.")
+
+
+def _host() -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return ENDPOINT
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

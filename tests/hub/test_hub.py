@@ -1,0 +1,262 @@
+"""Downloads from a hub on loopback: what reaches the disk, what a failure says, and what a second call still needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants, file_download
+from loopback_hub import TOKEN, Hub, commit_of
+
+from pvg import hub as pvg_hub
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
+from pvg.experiment import Experiment, build_experiment
+from pvg.hub import HubId, fetch, hub_ids, parse, pinned, pinned_as
+
+QUIET = [].append
+
+
+def experiment(source: str, **more: str) -> Experiment:
+    return build_experiment({"models": {"prover": {"source": source}}, **more})
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("hf:Qwen/Qwen2.5-0.5B-Instruct", HubId("Qwen/Qwen2.5-0.5B-Instruct")),
+        ("hf:gpt2", HubId("gpt2")),
+        ("hf:a/b_c@v1.0", HubId("a/b_c", "v1.0")),
+        ("hf:a/b@refs/pr/1", HubId("a/b", "refs/pr/1")),
+    ],
+)
+def test_a_hub_id_is_read_and_written(source: str, expected: HubId) -> None:
+    assert parse(source) == expected
+    assert str(expected) == source
+    assert not expected.is_pinned
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(
+            "hf:",
+            "hf:/a",
+            "hf:a/",
+            "hf:a/b/c",
+            "hf:a b/c",
+            "hf:../b",
+            "hf:a/..",
+            "hf:a/b@",
+            "hf:a/b@../c",
+            "hf:a/b@x y",
+        ),
+        *("hf:a--b/c", "hf:-a/b", "hf:a/b@-x", "hf://a/b", f"hf:a/{'b' * 95}", "hf:a/b\n", "hf:a/ü", "hf:a/b@v\0"),
+    ],
+)
+def test_what_no_repository_is_called_is_refused_with_the_key(source: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"models\.prover\.source: .* is no id of the Hugging Face hub"):
+        experiment(source)
+
+
+def test_only_gsm8k_reads_a_dataset_of_the_hub() -> None:
+    build_experiment({"task": {"kind": "gsm8k", "path": "hf:openai/gsm8k"}})
+    with pytest.raises(ConfigurationError, match=r"only task\.kind = 'gsm8k'"):
+        build_experiment({"task": {"kind": "code", "path": "hf:openai/gsm8k"}})
+
+
+def test_only_safetensors_and_text_are_downloaded(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    commit = hub.add("tiny/prover", model)
+    said: list[str] = []
+    folder = fetch("hf:tiny/prover", "model", said.append)
+    wanted = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert read(folder) == {name: model[name] for name in wanted}
+    assert sorted(hub.downloads()) == sorted(wanted)
+    assert folder.name == commit
+    (line,) = said
+    assert line.startswith("tiny/prover: 5 of 5 files to download, ")
+    assert line.endswith(f" MB, to {here}.")
+
+
+def test_a_commit_in_the_cache_needs_no_network(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    commit = hub.add("tiny/prover", model)
+    first = fetch(f"hf:tiny/prover@{commit}", "model", QUIET)
+    hub.forget()
+    said: list[str] = []
+    assert fetch(f"hf:tiny/prover@{commit}", "model", said.append) == first
+    assert (hub.seen, said) == ([], [])
+
+
+@pytest.mark.parametrize("revision", ["main", "v1", "refs/pr/1"])
+def test_a_revision_is_resolved_to_its_commit(hub: Hub, here: Path, model: dict[str, bytes], revision: str) -> None:
+    old = hub.add("tiny/prover", model)
+    new = hub.add("tiny/prover", model)
+    hub.repositories["models/tiny/prover"].refs |= {"v1": old, "refs/pr/1": old}
+    expected = new if revision == "main" else old
+    (found,) = dict(hub_ids(pinned(experiment(f"hf:tiny/prover@{revision}"), QUIET))).values()
+    assert found == f"hf:tiny/prover@{expected}"
+    assert fetch(f"hf:tiny/prover@{revision}", "model", QUIET).name == expected
+
+
+def test_two_models_of_a_process_are_of_one_commit(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    commit = hub.add("tiny/prover", model)
+    first = pinned(experiment("hf:tiny/prover"), QUIET)
+    hub.add("tiny/prover", model)
+    assert dict(hub_ids(pinned(experiment("hf:tiny/prover"), QUIET))) == dict(hub_ids(first))
+    assert str(first.models.prover.source).endswith(commit)
+
+
+def test_a_resumed_run_keeps_its_commit_unless_another_revision_is_named(here: Path) -> None:
+    commit = commit_of("a")
+    run = experiment(f"hf:tiny/prover@{commit}")
+    assert pinned_as(experiment("hf:tiny/prover"), run) == run
+    for other in ("hf:tiny/other", "hf:tiny/prover@v2", f"hf:tiny/prover@{commit_of('b')}", "embedded:modchain-prover"):
+        assert pinned_as(experiment(other), run) == experiment(other)
+
+
+GATED = "is gated: its owner gives access to those who ask"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "says", "remedy"),
+    [
+        ("hf:nosuch/model", UsageError, "There is no model 'nosuch/model' at http", "set HF_TOKEN"),
+        ("hf:tiny/prover@v9", UsageError, "has no revision 'v9'", "leave the revision out"),
+        (f"hf:tiny/prover@{commit_of('x')}", UsageError, "has no revision", "a commit"),
+        ("hf:tiny/gated", MissingRequirementError, GATED, "Ask for access at http"),
+        ("hf:tiny/pickled", ConfigurationError, "only as pytorch_model.bin, a pickle", "@refs/pr/1"),
+        ("hf:tiny/empty", ConfigurationError, "holds no model.safetensors", "another model"),
+        ("hf:tiny/headless", ConfigurationError, "holds no config.json", ""),
+    ],
+)
+def test_a_repository_that_cannot_be_used_is_told_in_one_line(
+    hub: Hub, here: Path, model: dict[str, bytes], source: str, error: type[PvgError], says: str, remedy: str
+) -> None:
+    hub.add("tiny/prover", model)
+    hub.add("tiny/gated", model, gated=True)
+    hub.add("tiny/pickled", {name: data for name, data in model.items() if not name.endswith(".safetensors")})
+    hub.add("tiny/empty", {"config.json": b"{}"})
+    hub.add("tiny/headless", {"model.safetensors": b"x"})
+    with pytest.raises(error) as caught:
+        fetch(source, "model", QUIET)
+    assert says in caught.value.message
+    assert remedy in caught.value.remedy
+    assert "\n" not in str(caught.value)
+    assert hub.downloads() == []
+
+
+def test_a_token_opens_a_gated_model_and_a_wrong_one_is_told(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("tiny/gated", model, gated=True)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(MissingRequirementError, match="does not accept your token"):
+        fetch("hf:tiny/gated", "model", QUIET)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert (fetch("hf:tiny/gated", "model", QUIET) / "model.safetensors").is_file()
+
+
+def test_a_connection_that_breaks_is_resumed_where_it_broke(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.add("tiny/prover", model)
+    hub.cuts["model.safetensors"] = [50_000]
+    folder = fetch("hf:tiny/prover", "model", QUIET)
+    assert (folder / "model.safetensors").read_bytes() == model["model.safetensors"]
+    ranges = [line for line in hub.seen if line.startswith("GET") and "model.safetensors" in line]
+    assert len(ranges) == 2
+    assert "bytes=" in ranges[1]
+    assert 0 < int(ranges[1].rpartition("bytes=")[2].split("-")[0]) <= 50_000
+
+
+def test_a_download_that_stops_goes_on_with_the_same_command(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("tiny/prover", model)
+    hub.cuts["model.safetensors"] = [1000] * 6  # huggingface_hub tries six times, a second apart
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
+    with pytest.raises(MissingRequirementError, match="The download of tiny/prover stopped") as caught:
+        fetch("hf:tiny/prover", "model", QUIET)
+    assert "Type the same command again" in caught.value.remedy
+    first = set(hub.downloads()) - {"model.safetensors"}
+    hub.forget()
+    folder = fetch("hf:tiny/prover", "model", QUIET)
+    assert (folder / "model.safetensors").read_bytes() == model["model.safetensors"]
+    assert "model.safetensors" in hub.downloads()
+    assert "tokenizer.json" in first
+    assert "tokenizer.json" not in hub.downloads()
+
+
+def test_offline_the_cache_serves_and_says_so(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.add("tiny/prover", model)
+    folder = fetch("hf:tiny/prover", "model", QUIET)
+    hub.forget()
+    pvg_hub._commit.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said: list[str] = []
+    assert fetch("hf:tiny/prover", "model", said.append) == folder
+    assert said == [f"HF_HUB_OFFLINE is set. hf:tiny/prover is commit {commit}, from the cache."]
+    assert hub.seen == []
+    with pytest.raises(MissingRequirementError, match="HF_HUB_OFFLINE is set, and hf:tiny/other is not completely"):
+        fetch("hf:tiny/other", "model", QUIET)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(MissingRequirementError, match="is not completely in the cache"):
+        fetch(f"hf:tiny/prover@{commit}", "model", QUIET)
+
+
+def test_a_hub_that_does_not_answer_is_told_and_the_cache_serves(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = hub.add("tiny/prover", model)
+    folder = fetch("hf:tiny/prover", "model", QUIET)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    pvg_hub._commit.cache_clear()
+    said: list[str] = []
+    assert fetch("hf:tiny/prover", "model", said.append) == folder
+    assert said[0].startswith("http://127.0.0.1:9 cannot be reached: ")
+    assert said[0].endswith(f". hf:tiny/prover is commit {commit}, from the cache.")
+    with pytest.raises(MissingRequirementError, match=r"^http://127\.0\.0\.1:9 cannot be reached: .*Check the network"):
+        fetch("hf:tiny/other", "model", QUIET)
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    hub.add("tiny/prover", model)
+    here.write_text("a file")
+    with pytest.raises(MissingRequirementError, match=f"{here}.*: Not a directory.*Set HF_HOME"):
+        fetch("hf:tiny/prover", "model", QUIET)
+
+
+FILL = """
+import resource, signal, sys
+from pvg.errors import MissingRequirementError
+from pvg.hub import fetch
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+try:
+    fetch("hf:tiny/prover", "model")
+except MissingRequirementError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
+def test_a_full_disk_is_told(hub: Hub, environment: Path, model: dict[str, bytes]) -> None:
+    hub.add("tiny/prover", model)
+    done = subprocess.run([sys.executable, "-c", FILL], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(f"{environment}: "), done.stderr
+    assert "Free some space, or set HF_HOME to another disk." in done.stdout
+    assert "it/s" not in done.stderr  # no progress bars where no terminal is
+
+
+def test_huggingface_hub_is_loaded_for_a_download_alone() -> None:
+    code = "import sys, pvg, pvg.hub, cli.main; print([m for m in ('torch', 'huggingface_hub') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,214 @@
+"""Commands whose experiment names a model or a dataset of the hub: what they say, download, and write down."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pyarrow
+import pytest
+from calling import pvg, pvg_process
+from huggingface_hub import constants
+from loopback_hub import Hub
+from pyarrow import parquet
+
+from pvg import hub as pvg_hub
+from pvg.errors import ConfigurationError
+from pvg.experiment import load_experiment
+from pvg.sections import Gsm8kTask
+from pvg.serving.command import model_name
+from pvg.serving.models import model_folder
+from pvg.store.run_directory import RunDirectory
+from pvg.study.plan import load_study
+from pvg.tasks import open_task
+
+PROVER = ("-s", "models.prover.source=hf:tiny/prover")
+WANTED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def rows_of(split: str, count: int) -> bytes:
+    content = io.BytesIO()
+    questions = [f"{split} {number}?" for number in range(count)]
+    table = {"question": questions, "answer": [f"1+1 = <<1+1=2>>2\n#### {number}" for number in range(count)]}
+    parquet.write_table(pyarrow.table(table), content)
+    return content.getvalue()
+
+
+@pytest.fixture
+def dataset() -> dict[str, bytes]:
+    """In the layout of openai/gsm8k, which has a second variant."""
+    return {
+        "README.md": b"# Data",
+        "load.py": b"raise SystemExit",
+        "main/train-00000-of-00001.parquet": rows_of("train", 20),
+        "main/test-00000-of-00001.parquet": rows_of("test", 5),
+        "socratic/train-00000-of-00001.parquet": b"another variant",
+    }
+
+
+def test_a_dry_run_prints_the_commit_and_the_size_and_downloads_nothing(
+    hub: Hub, here: Path, model: dict[str, bytes]
+) -> None:
+    commit = hub.add("tiny/prover", model)
+    called = pvg("train", "--dry-run", *PROVER)
+    assert called.code == 0, called.err
+    toml, _, rest = called.out.partition("\n\nderived")
+    assert tomllib.loads(toml)["models"]["prover"]["source"] == f"hf:tiny/prover@{commit}"
+    size = sum(len(data) for name, data in model.items() if name in WANTED)
+    assert f"models.prover.source: 5 of 5 files to download, {size / 1e6:.1f} MB" in rest
+    assert pvg("train", "--dry-run", "--json", *PROVER).document["downloads"] == {
+        "models.prover.source": {"files": 5, "missing": 5, "size": size}
+    }
+    assert hub.downloads() == []
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [
+        ("hf:nosuch/model", 2, "There is no model 'nosuch/model' at http"),
+        ("hf:tiny/prover@v9", 2, "has no revision 'v9'"),
+        ("hf:tiny prover", 2, "is no id of the Hugging Face hub"),
+        ("hf:tiny/pickled", 2, "a pickle, which pvg never opens"),
+        ("hf:tiny/gated", 3, "is gated"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_source_that_cannot_be_used_ends_the_command(
+    hub: Hub, here: Path, model: dict[str, bytes], source: str, code: int, says: str, dry_run: bool
+) -> None:
+    hub.add("tiny/prover", model)
+    hub.add("tiny/gated", model, gated=True)
+    hub.add("tiny/pickled", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    called = pvg("train", *(["--dry-run"] if dry_run else []), "-s", f"models.verifier.source={source}")
+    assert called.code == code
+    assert called.err.startswith("error: ")
+    assert says in called.err
+    assert (called.out, called.err.count("\n")) == ("", 2 if code == 3 or "no id" not in says else 1)
+    assert not Path("runs").exists()
+
+
+def test_validate_checks_the_form_and_asks_no_hub(hub: Hub, here: Path) -> None:
+    assert pvg("config", "validate", *PROVER).code == 0
+    called = pvg("config", "validate", "-s", "models.prover.source=hf:a/b/c")
+    assert (called.code, "models.prover.source: 'hf:a/b/c' is no id" in called.err) == (2, True)
+    assert hub.seen == []
+
+
+def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    commit = hub.add("tiny/prover", model)
+    toml = pvg("train", "--dry-run", *PROVER).out.partition("\n\nderived")[0]
+    Path("first.toml").write_text(toml)
+    RunDirectory.create(Path("runs"), "first", load_experiment(Path("first.toml")))
+    hub.add("tiny/prover", model)
+    pvg_hub._commit.cache_clear()  # as in another process
+    for again in (("--resume", "first"), ("modchain", *PROVER, "--resume", "first")):
+        called = pvg("train", *again, "--dry-run", "--json")
+        assert called.code == 0, called.err
+        assert called.document["experiment"]["models"]["prover"]["source"] == f"hf:tiny/prover@{commit}"
+    other = pvg("train", "modchain", "-s", "models.prover.source=hf:tiny/prover@main", "--resume", "first", "--dry-run")
+    assert other.code == 2
+    assert f'"hf:tiny/prover@{commit}" -> "hf:tiny/prover@' in other.err
+
+
+def test_a_study_names_commits(here: Path) -> None:
+    Path("mine.toml").write_text(
+        'name = "mine"\nexperiment = "modchain"\n[common]\nmodels.prover.source = "hf:tiny/prover"\n'
+    )
+    with pytest.raises(ConfigurationError, match=r"models\.prover\.source = 'hf:tiny/prover' names no commit.*dry-run"):
+        load_study("mine.toml", [], runs=Path("runs"))
+    Path("mine.toml").write_text(Path("mine.toml").read_text().replace('prover"', f'prover@{"a" * 40}"'))
+    assert load_study("mine.toml", [], runs=Path("runs")).cells
+
+
+def test_problems_of_a_dataset_of_the_hub(hub: Hub, here: Path, dataset: dict[str, bytes]) -> None:
+    commit = hub.add("openai/gsm8k", dataset, kind="datasets")
+    called = pvg("train", "--dry-run", "--json", "-s", "task.kind=gsm8k", "-s", "task.path=hf:openai/gsm8k")
+    assert called.code == 2  # modchain's settings of the task
+    Path("gsm.toml").write_text('name = "gsm"\n[task]\nkind = "gsm8k"\npath = "hf:openai/gsm8k"\n')
+    called = pvg("train", "gsm.toml", "--dry-run", "--json")
+    assert called.document["experiment"]["task"]["path"] == f"hf:openai/gsm8k@{commit}"
+    task = open_task(Gsm8kTask(path=Path("hf:openai/gsm8k")))
+    assert [problem.question for problem in task.problems("test")] == [f"test {number}?" for number in range(5)]
+    assert len(list(task.problems("train"))) == 20
+    assert sorted(hub.downloads()) == ["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"]
+    hub.add("tiny/nothing", {"README.md": b""}, kind="datasets")
+    with pytest.raises(ConfigurationError, match="has no train and test files"):
+        open_task(Gsm8kTask(path=Path("hf:tiny/nothing")))
+
+
+def test_a_server_gets_the_folder_in_the_cache(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    commit = hub.add("tiny/prover", model)
+    toml = pvg("config", "show", *PROVER).out
+    Path("served.toml").write_text(toml)
+    experiment = load_experiment(Path("served.toml"))
+    folder = model_folder(experiment, "prover")
+    assert folder == here / "models--tiny--prover" / "snapshots" / commit
+    assert model_name(experiment, "prover", folder) == "prover"
+
+
+def test_samples_of_a_hub_model_then_offline(
+    hub: Hub, environment: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With huggingface_hub's own environment, in processes: HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE."""
+    commit = hub.add("tiny/prover", model)
+    first = pvg_process("rollout", "-n", "2", "--json", *PROVER)
+    assert first.code == 0, first.err
+    assert f"tiny/prover: 5 of 5 files to download, 0.8 MB, to {environment}.\n" in first.err
+    assert "it/s" not in first.err
+    run = RunDirectory(Path(first.document["path"]))
+    assert run.experiment().models.prover.source == f"hf:tiny/prover@{commit}"
+    hub.forget()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    second = pvg_process("rollout", "-n", "2", "--json", *PROVER)
+    assert second.code == 0, second.err
+    assert f"HF_HUB_OFFLINE is set. hf:tiny/prover is commit {commit}, from the cache." in second.err
+    accuracy = "helpful_accuracy"
+    assert second.document["metrics"][accuracy] == first.document["metrics"][accuracy]
+    assert hub.seen == []
+    refused = pvg_process("train", "-s", "models.prover.source=hf:tiny/other")
+    assert refused.code == 3
+    assert "HF_HUB_OFFLINE is set, and hf:tiny/other is not completely in the cache" in refused.err
+
+
+TRAIN = """
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 1000  # bytes between two looks at what was asked; 10 MB by default
+from cli.main import app
+app(["train", "-s", "models.prover.source=hf:tiny/prover"], prog_name="pvg")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_download_is_stopped_by_a_signal(
+    hub: Hub, environment: Path, model: dict[str, bytes], number: signal.Signals
+) -> None:
+    """The slow file would take 40 seconds. Its process ends before, and leaves no part of it."""
+    hub.add("tiny/prover", model)
+    hub.slow.add("model.safetensors")
+    with subprocess.Popen([sys.executable, "-c", TRAIN], stderr=subprocess.PIPE, text=True) as process:
+        while "model.safetensors" not in hub.downloads() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert err.endswith("Stopped before anything was started.\n")
+    assert "Traceback" not in err
+    assert list(environment.rglob("*.incomplete")) == []
+    assert not Path("runs").exists()
+
+
+def test_a_hub_that_stops_answering_while_a_game_begins_leaves_no_run(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("tiny/prover", model)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    called = pvg("train", *PROVER)
+    assert called.code == 3
+    assert called.err.startswith("error: http://127.0.0.1:9 cannot be reached: ")
+    assert not Path("runs").exists()
