@@ -41,9 +41,7 @@ class Gsm8k:
         if section.path is None:
             raise MissingRequirementError("gsm8k needs its data, and task.path is not set.", REMEDY)
         source = str(section.path)
-        self._directory = (
-            hub.fetch(source, "dataset") if hub.is_hub_id(source) else expanded(section.path, "task.path")
-        )
+        self._directory = hub.fetch(source, "dataset") if hub.is_hub_id(source) else expanded(section.path, "task.path")
         self._limit = section.limit
         self._max_steps = section.max_steps
         for split in ("train", "test"):
