@@ -84,7 +84,7 @@ class Players:
             top_k=rollout.top_k,
         )
         self.grading = grading_executor(rollout)
-        self._off_loop = ThreadPoolExecutor(1, "pvg-batch")
+        self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and what scorers read
         self.dispatcher = Dispatcher(
             self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
         )
@@ -117,7 +117,7 @@ class Players:
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run Python or numpy work on a whole batch in a thread. It must not touch what tasks of the event loop change
         meanwhile. Its time counts as that of the caller's span."""
-        return await run_in(self._off_loop, work)
+        return await run_in(self.batching, work)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
         """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
@@ -178,7 +178,7 @@ class Players:
             executor=self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,
-            reading=self._off_loop,
+            reading=self.batching,
         )
 
     def _canary_prompts(self) -> list[Int32]:
@@ -191,7 +191,7 @@ class Players:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
             rest.callback(self._let_go)
-            rest.callback(self._off_loop.shutdown)
+            rest.callback(self.batching.shutdown)
             if self.grading is not None:
                 rest.callback(self.grading.shutdown)
             rest.push_async_callback(self.engine.close)
