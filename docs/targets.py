@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.gains import better_by, headline_of
+from pvg.bench.gains import better_by, headline_of, taken_in_turn
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError
@@ -68,7 +68,7 @@ def times_better(measure: str = "", label: str = "") -> Callable[[BenchReport], 
         name = measure or headline_of(report)
         place = place_of(report, label) if label else len(report.variants) - 1
         slow, fast = samples_of(report, 0, name), samples_of(report, place, name)
-        ratio = better_by(slow, fast)
+        ratio = better_by(slow, fast, in_turn=taken_in_turn(report))
         if ratio is None:
             raise UsageError(f"The report of {report.command!r} gives no ratio of {name}.")
         told = f"{ratio.ratio:.2f}x ({interval(ratio)})"

@@ -78,13 +78,8 @@ class RecordedEngine(StandInEngine):
             np.concatenate(logprobs),
             payload.finish_reason,
             time.perf_counter() - started,
-            _joined(experts),
+            np.concatenate(experts),  # type: ignore[arg-type]  # numpy loses which of the two types it is
         )
-
-
-def _joined(experts: Sequence[RoutedExperts]) -> RoutedExperts:
-    joined: RoutedExperts = np.concatenate(experts)
-    return joined
 
 
 class RecordedJudge:
