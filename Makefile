@@ -86,6 +86,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer rollout-stream trainer e2e verifier data credit loop telemetry; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	$(BIN)/pvg bench --profile loop --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
 	$(BIN)/python docs/make_benchmarks.py
 
 bench-smollm2: smollm2  ## the torch engine beside transformers' generate with SmolLM2-135M, which is installed first

@@ -21,7 +21,7 @@ from pvg.reporting.terminal import QUIET, section
 PROFILE = "sync"
 TIMES = ("wall", "rpc", "queue")
 PERCENTILES = (50, 95, 99)
-RATES = ("before", "during", "after")
+RATES = {"before": "before", "during": "back to back", "stepped": "once a step", "after": "after"}
 PARTS = ("stage", "arrival", "pause", "load", "resume")
 ENOUGH = 100  # updates behind a 99th percentile that is more than the largest of them
 
@@ -54,13 +54,16 @@ def update_cells(report: BenchReport) -> Cells:
 
 
 def cost_cells(report: BenchReport) -> Cells:
-    """By client: what the streams got before, during and after the updates, in tokens/s; how many updates came per
-    second of that (those that wait come less often, and cost less); the medians of an update's parts, in ms."""
-    header = ("client", *(f"tokens/s {when}" for when in RATES), "updates /s", *(f"{part} p50" for part in PARTS))
+    """By client: what the streams got in tokens/s, before the updates, while they were made back to back and once a
+    step, and after them; how many updates came per second back to back (those that wait come less often, and cost
+    less); the medians of an update's parts, in ms."""
+    rates = _rates(report)
+    told = (f"tokens/s {RATES[when]}" for when in rates)
+    header = ("client", *told, "updates /s", *(f"{part} p50" for part in PARTS))
     rows = [
         (
             client_of(report, variant),
-            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in RATES),
+            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in rates),
             f"{variant.derived['updates_per_s']:.2g}",
             *(_ms(variant.derived[f"{part}_p50_ms"]) for part in PARTS),
         )
@@ -77,8 +80,24 @@ def notes(report: BenchReport) -> list[str]:
     found = [f"Percentiles over the {listed} updates of all samples of a client, under {_streams(report)} streams."]
     if counts[0] < ENOUGH:
         found.append(f"p99 of fewer than {ENOUGH} updates is hardly more than the largest of them.")
+    found.append(f"Of the tokens/s before and after, updates cost: {_costs(report)}.")
     found += [f"{_client(value['label'])}: {value['says']}." for value in _sweep(report) if value.get("says")]
     return found
+
+
+def _rates(report: BenchReport) -> list[str]:
+    """Those of RATES that were measured: older reports know no updates once a step."""
+    samples = next(variant.samples for variant in report.variants if _told(variant))
+    return [when for when in RATES if f"tokens_per_s_{when}" in samples]
+
+
+def _costs(report: BenchReport) -> str:
+    """What the last client's updates cost the streams, by how often they are made."""
+    variant = next(variant for variant in reversed(report.variants) if _told(variant))
+    rates = {when: median(variant.samples[f"tokens_per_s_{when}"].values) for when in _rates(report)}
+    alone = (rates["before"] + rates["after"]) / 2
+    told = [f"{100 * (1 - rates[when] / alone):.0f} % {RATES[when]}" for when in ("during", "stepped") if when in rates]
+    return f"{' and '.join(told)} ({client_of(report, variant)})"
 
 
 def client_of(report: BenchReport, variant: Variant) -> str:

@@ -4,7 +4,8 @@
     python docs/make_benchmarks.py                                     # writes both
     python docs/make_benchmarks.py --check                             # exit 1 when one is not what they give
 
-Reports of a ladder that their profile no longer has are named; with --check, exit 1.
+Reports of a ladder that their profile no longer has are named; with --check, exit 1. Reports that were measured with
+uncommitted changes are named too, and marked on the page and in the README.
 
 Figures of other systems stand beside ours only where the work is the same (reference_figures.py); the page says in
 words why it is not where it is not.
@@ -23,7 +24,7 @@ from other_ladders import outdated
 from peer_tables import NAME as PEERS
 from peer_tables import peer_lines
 from readme_ladder import FILE as LADDER
-from readme_ladder import with_ladder
+from readme_ladder import bought, dirty_text, label_of, told_apart_text, with_ladder
 from reference_figures import reference_lines
 from scaling_tables import PROFILE as SCALING
 from scaling_tables import scaling_lines
@@ -31,10 +32,10 @@ from targets import target_lines
 
 from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
 from cli.bench_tables import number
-from cli.compare_table import interval, markdown_rows
+from cli.compare_table import markdown_rows
 from pvg.bench.gains import Gain, gains, headline_of
 from pvg.bench.report import BenchReport, Environment, Samples, Variant, read_report
-from pvg.bench.statistics import RatioInterval, median
+from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
 
 HERE = Path(__file__).parent
@@ -61,6 +62,8 @@ def report_lines(report: BenchReport, machine: str | None) -> Iterator[str]:
         f" {machine}" if machine else ""
     )
     yield ""
+    if report.environment.git_dirty:
+        yield from (dirty_text(report), "")
     if servers := report.config.get("servers"):
         yield servers_text(servers)
         yield ""
@@ -147,17 +150,19 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     headline = headline_of(report)
     yield f"All switches slow, then one after the other fast. The figure is `{headline}`{unit_of(report, headline)}."
     yield ""
+    found = gains(report)
     rows = [
         (
-            f"`{gain.variant.label}`" if gain.step or place else gain.variant.label,
+            label_of(gain),
             gain.says,
             headline_figure(gain, headline),
-            bought(gain.step),
+            bought(gain.step, gain.told_apart),
             bought(gain.whole),
         )
-        for place, gain in enumerate(gains(report))
+        for gain in found
     ]
     yield from markdown_rows(("switch", "what it does", "median", "it bought", "in all"), "llrrr", rows)
+    yield from ("", told_apart_text(found))
 
 
 def sweep_lines(report: BenchReport) -> Iterator[str]:
@@ -189,10 +194,6 @@ def unit_of(report: BenchReport, metric: str) -> str:
 
 def headline_figure(gain: Gain, headline: str) -> str:
     return number(median(gain.variant.samples[headline].values))
-
-
-def bought(ratio: RatioInterval | None) -> str:
-    return "" if ratio is None else f"{ratio.ratio:.2f}x ({interval(ratio)})"
 
 
 def code(environment: Environment) -> str:
@@ -272,7 +273,8 @@ def main() -> int:
     except PvgError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    for line in others:
+    told = [*others, *(f"{name}: {dirty_text(reports[name])}" for name in dirty(reports))]
+    for line in told:
         print(line, file=sys.stderr)
     if options.check:
         return max([bool(others), *(differing(path, text) for path, text in made.items())])
@@ -280,6 +282,11 @@ def main() -> int:
         path.write_text(text, encoding="utf-8")
         print(f"{path}: {len(reports)} reports")
     return 0
+
+
+def dirty(reports: Mapping[str, BenchReport]) -> list[str]:
+    """The files of reports that were measured with uncommitted changes."""
+    return [name for name, report in reports.items() if report.environment.git_dirty]
 
 
 def differing(path: Path, made: str) -> int:

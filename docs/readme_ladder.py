@@ -5,13 +5,13 @@ text = with_ladder(readme, report)     # used by make_benchmarks.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cli.bench_tables import number
-from cli.compare_table import markdown_rows
-from pvg.bench.gains import gains
+from cli.compare_table import interval, markdown_rows
+from pvg.bench.gains import Gain, gains
 from pvg.bench.report import BenchReport
-from pvg.bench.statistics import median
+from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError
 
 FILE = "e2e-ablation.json"
@@ -30,16 +30,53 @@ def with_ladder(readme: str, report: BenchReport) -> str:
 
 
 def ladder_lines(report: BenchReport) -> Iterator[str]:
-    rows = []
-    for gain in gains(report):
-        label = gain.variant.label
-        seconds = number(median(gain.variant.samples[MEASURE].values))
-        rows.append(
+    found = gains(report)
+    if report.environment.git_dirty:
+        yield from (dirty_text(report), "")
+    yield from markdown_rows(
+        ("switch", "what it does", "step, s", "against the row above", "against all slow"),
+        "llrrr",
+        [
             (
-                f"`{label}`" if "=" in label else label,
+                label_of(gain),
                 gain.says,
-                seconds,
-                f"{gain.whole.ratio:.2f}x" if gain.whole else "",
+                number(median(gain.variant.samples[MEASURE].values)),
+                bought(gain.step, gain.told_apart),
+                bought(gain.whole),
             )
-        )
-    yield from markdown_rows(("switch", "what it does", "step, s", "in all"), "llrr", rows)
+            for gain in found
+        ],
+    )
+    yield from ("", told_apart_text(found))
+
+
+def label_of(gain: Gain) -> str:
+    label = gain.variant.label
+    return f"`{label}`" if "=" in label else label
+
+
+def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
+    """A ratio with its interval; in bold where it is `marked`."""
+    if ratio is None:
+        return ""
+    times = f"{ratio.ratio:.2f}x"
+    return f"{f'**{times}**' if marked else times} ({interval(ratio)})"
+
+
+def told_apart_text(found: Sequence[Gain]) -> str:
+    """Which rungs are faster or slower than the one before, and which cannot be told apart from it."""
+    rungs = [gain for gain in found if gain.step is not None]
+    unclear = [label_of(gain) for gain in rungs if not gain.told_apart]
+    slower = [label_of(gain) for gain in rungs if gain.told_apart and gain.step is not None and gain.step.high < 1]
+    text = "Intervals are at 95 %."
+    if len(unclear) < len(rungs):
+        text += " In bold: a gain whose interval leaves out 1."
+    if slower:
+        text += f" Slower than the row above: {', '.join(slower)}."
+    if unclear:
+        text += f" Cannot be told apart from 1 in this report ({len(unclear)} of {len(rungs)}): {', '.join(unclear)}."
+    return text
+
+
+def dirty_text(report: BenchReport) -> str:
+    return f"**Measured with uncommitted changes: no commit gives these figures. Repeat `{report.command}`.**"

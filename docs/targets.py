@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.gains import better_by, headline_of
+from pvg.bench.gains import better_by, headline_of, taken_in_turn
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError
@@ -68,7 +68,7 @@ def times_better(measure: str = "", label: str = "") -> Callable[[BenchReport], 
         name = measure or headline_of(report)
         place = place_of(report, label) if label else len(report.variants) - 1
         slow, fast = samples_of(report, 0, name), samples_of(report, place, name)
-        ratio = better_by(slow, fast)
+        ratio = better_by(slow, fast, in_turn=taken_in_turn(report))
         if ratio is None:
             raise UsageError(f"The report of {report.command!r} gives no ratio of {name}.")
         told = f"{ratio.ratio:.2f}x ({interval(ratio)})"
@@ -238,7 +238,15 @@ TARGETS = (
         most=50.0,
     ),
     Target(
-        "event-loop lag p99 against the naive ways",
+        "the same with a verifier of another vocabulary, for which all solutions are tokenized again",
+        "< 50 ms",
+        "loop-retokenize.json",
+        plain("lag_p99_ms", "ms"),
+        "Whatever Python does between two looks at the loop, it does under one lock.",
+        most=50.0,
+    ),
+    Target(
+        "event-loop lag p99 against the same work done on the loop, records as JSON",
         ">= 20x less",
         "loop-ablation.json",
         times_better("lag_p99_ms"),

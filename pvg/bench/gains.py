@@ -2,7 +2,8 @@
 
     for gain in gains(report): print(gain.variant.label, gain.step.ratio)
 
-A ratio above 1 is always better, whichever way the measure points. Variants that did other work have no ratio.
+A ratio above 1 is always better, whichever way the measure points. Variants that did other work have no ratio. Where
+samples were taken in turn, a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pvg.bench.report import BenchReport, Samples, Variant
-from pvg.bench.statistics import RatioInterval, ratio_of_medians
+from pvg.bench.statistics import RatioInterval, ratio_of_medians, ratio_of_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,16 @@ class Gain:
     whole: RatioInterval | None
     says: str = ""
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether the interval of `step` leaves out 1."""
+        return self.step is not None and not self.step.low <= 1.0 <= self.step.high
+
+
+def taken_in_turn(report: BenchReport) -> bool:
+    """Whether sample i of one variant and sample i of another were taken in the same round."""
+    return bool(report.config.get("interleave"))
+
 
 def headline_of(report: BenchReport) -> str:
     """The measure that the profile's tables compare."""
@@ -32,7 +43,7 @@ def headline_of(report: BenchReport) -> str:
 def gains(report: BenchReport) -> list[Gain]:
     """Every variant of a sweep or an ablation, in the report's order."""
     headline = headline_of(report)
-    alike = "by_variant" not in report.work
+    alike, in_turn = "by_variant" not in report.work, taken_in_turn(report)
     says = {f"{rung['switch']}={_word(rung['fast'])}": str(rung["says"]) for rung in report.config["profile"]["ladder"]}
     found: list[Gain] = []
     first = before = None
@@ -41,8 +52,8 @@ def gains(report: BenchReport) -> list[Gain]:
         found.append(
             Gain(
                 variant,
-                better_by(before, own) if alike else None,
-                better_by(first, own) if alike else None,
+                better_by(before, own, in_turn=in_turn) if alike else None,
+                better_by(first, own, in_turn=in_turn) if alike else None,
                 says.get(variant.label, "") if report.kind == "ablation" else "",
             )
         )
@@ -50,13 +61,14 @@ def gains(report: BenchReport) -> list[Gain]:
     return found
 
 
-def better_by(before: Samples | None, after: Samples | None) -> RatioInterval | None:
-    """How many times better `after` is than `before`, with the interval at 95 %."""
+def better_by(before: Samples | None, after: Samples | None, *, in_turn: bool = False) -> RatioInterval | None:
+    """How many times better `after` is than `before`, with the interval at 95 %. `in_turn`: see `taken_in_turn`."""
     if before is None or after is None or min(*before.values, *after.values) <= 0:
         return None
+    ratio = ratio_of_pairs if in_turn else ratio_of_medians
     if before.better == "higher":
-        return ratio_of_medians(before.values, after.values)
-    return ratio_of_medians(after.values, before.values)
+        return ratio(before.values, after.values)
+    return ratio(after.values, before.values)
 
 
 def _word(value: object) -> str:

@@ -5,12 +5,13 @@ ends a phase, and last replaces state.json. A process killed between any two of 
 state of the last commit and files that this state does not name: those are deleted, and appended files are cut back to
 their committed length. So nothing committed is ever lost and nothing uncommitted is ever seen twice (invariant 1).
 
-What takes long, encoding and writing rollouts and tensors, happens in a thread of the ledger's own: the event loop goes
-on serving engines, servers and the display meanwhile.
+The ledger's thread does a whole commit: encoding, writing, and every fsync. Meanwhile the event loop goes on serving
+engines, servers and the display.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -32,7 +33,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.telemetry.events import EventLog
-from pvg.telemetry.spans import Span, run_in
+from pvg.telemetry.spans import Span, run_in, submit_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,27 +103,55 @@ class Ledger:
 
         `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps the name it carries.
         `finished` are the metrics of the phase that this commit leaves, for its manifest.
+
+        Cancelling waits for the thread and keeps what it committed, so that `state` is always what is on the disk.
         """
         started = time.perf_counter()
         label = f"{state.phase.value}-{state.step:05d}"
         rollouts = tuple(self._pending)
-        if rollouts or checkpoint is not None:
-            state = await run_in(self._disk, self._write, state, label, rollouts, checkpoint)
+        running = submit_in(self._disk, self._save, state, label, rollouts, checkpoint, finished)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            if running.exception() is None:
+                self._committed(running.result(), len(rollouts))
+            raise
+        self._committed(running.result(), len(rollouts))
+        await run_in(self._disk, self._prune)
+        self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
+
+    def _committed(self, state: GameState, rollouts: int) -> None:
+        self.state = state
+        del self._pending[:rollouts]
+
+    def _save(
+        self,
+        state: GameState,
+        label: str,
+        rollouts: Sequence[Rollout],
+        checkpoint: Checkpoint | None,
+        finished: Mapping[str, float | None] | None,
+    ) -> GameState:
+        """In the disk's thread: the whole commit, in its order. Returns the state as it was committed."""
+        state = self._write(state, label, rollouts, checkpoint)
+        # The loop may append meanwhile. What lies before an offset that was read before the sync is durable after it.
+        state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
         self._metrics.sync()
         self._spans.sync()
-        state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
         if finished is not None:
             self._write_manifest(state, finished)
         self._store.save(state.plain())
-        self.state = state
-        del self._pending[: len(rollouts)]
+        return state
+
+    def _prune(self) -> None:
+        """In the disk's thread, after a commit."""
         prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
-        self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
 
     def _write(
         self, state: GameState, label: str, rollouts: Sequence[Rollout], checkpoint: Checkpoint | None
     ) -> GameState:
-        """In the disk's thread: shards and checkpoint. The state that names them."""
+        """Shards and checkpoint. Returns the state that names them."""
         if rollouts:
             # What was kept belongs to the phase that is being played, also when this commit leaves it.
             by_row = self._row_digests and self.state.phase is Phase.MINT  # of what pairs are drawn from

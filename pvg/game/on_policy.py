@@ -177,26 +177,19 @@ class OnPolicySource:
             self._tell_short(int(ahead["groups_missing"]))
         session.tell_rollouts(played.groups, number)
         with span("credit"):
-            batch, credit_metrics = self._credit(played)
+            batch, credit_metrics = await self._credit(played)
         everything = played.rollouts
         batch = await self._with_logprobs(batch, [everything[row] for row in played.trained_M])
-        rollouts, since = played.rollouts, self._since
+        since = self._since
         with span("record"):
-            session.ledger.keep(
-                [
-                    replace(r, score=float(s), reward=float(p), verifier_version=scorer.version)
-                    for r, s, p in zip(rollouts, played.scores_N, played.rewards_N, strict=True)
-                ]
-            )
+            engine, version = sampled.engine.since(since.engine), session.players.engine.version
+            measured = partial(_measured, played, self.threshold, engine, seconds, version)
+            session.ledger.keep(await session.players.off_loop(partial(_scored, played, scorer.version)))
             self.batches_done += 1
             self.metrics = {
-                **play_metrics(Columns(rollouts, played.scores_N), self.threshold),
-                "reward_mean": float(played.rewards_N.mean()),
+                **await session.players.off_loop(measured),
                 **credit_metrics,
-                **cut_metrics(played.groups),
                 **({} if self.partial is None else self.partial.metrics),
-                **sampling_metrics(rollouts, sampled.engine.since(since.engine), seconds),
-                **staleness_metrics(rollouts, session.players.engine.version),
                 **ahead,
                 **cache_metrics(since.scorer, scorer.stats),
             }
@@ -227,10 +220,11 @@ class OnPolicySource:
         with span("score"):  # of those that were scored as they came, the scores are in the cache
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):
-            paid = pay(self.session.experiment, self.session.task, rollouts, scores_N)
+            work = partial(pay, self.session.experiment, self.session.task, rollouts, scores_N)
+            paid = await self.session.players.off_loop(work)
         return Played(groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N)
 
-    def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
+    async def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
         """The batch with its advantages, and what there is to tell of them. Whoever tracks something learns here."""
         everything = played.rollouts
         metrics = {"zero_signal": zero_signal_groups(played.rewards_N, *_groups_and_roles(everything))}
@@ -255,7 +249,7 @@ class OnPolicySource:
         else:
             loss = self.session.experiment.training.loss
             advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
-        return _batch_of(rollouts, advantages_N), metrics
+        return await self.session.players.off_loop(partial(_batch_of, rollouts, advantages_N)), metrics
 
     async def _with_logprobs(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
         """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where rows
@@ -302,6 +296,7 @@ class OnPolicySource:
 
 
 def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
+    """Without log-probs of a reference."""
     group_ids_N, role_ids_N = _groups_and_roles(rollouts)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
@@ -315,6 +310,26 @@ def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch
         routed_experts=routed_experts_of(rollouts),
         sampled_masks=sampled_masks_of(rollouts),
     )
+
+
+def _scored(played: Played, verifier_version: str) -> list[Rollout]:
+    """The rollouts as they are stored: with their scores and rewards."""
+    return [
+        replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
+        for r, score, reward in zip(played.rollouts, played.scores_N, played.rewards_N, strict=True)
+    ]
+
+
+def _measured(played: Played, threshold: float, engine: EngineStats, seconds: float, version: int) -> dict[str, float]:
+    """Metrics of all that was sampled. `engine`: what the engine did meanwhile, in `seconds`; it has `version` now."""
+    rollouts = played.rollouts
+    return {
+        **play_metrics(Columns(rollouts, played.scores_N), threshold),
+        "reward_mean": float(played.rewards_N.mean()),
+        **cut_metrics(played.groups),
+        **sampling_metrics(rollouts, engine, seconds),
+        **staleness_metrics(rollouts, version),
+    }
 
 
 def _groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:

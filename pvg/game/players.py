@@ -1,14 +1,14 @@
 """The models of a run, and who owns them: the base prover, the engine that samples, the verifier of the round.
 
 All torch work of a run happens in one executor thread: the event loop stays free, and two pools of compute threads
-never fight over the same cores.
+never fight over the same cores. Python and numpy work on a whole batch happens in another one (`off_loop`).
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -86,6 +86,7 @@ class Players:
             top_k=rollout.top_k,
         )
         self.grading = grading_executor(rollout)
+        self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and what scorers read
         self.dispatcher = Dispatcher(
             self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
         )
@@ -114,6 +115,11 @@ class Players:
     async def compute(self, work: Callable[[], T]) -> T:
         """Run torch work in the compute thread."""
         return await run_in(self.executor, work)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run Python or numpy work on a whole batch in a thread. It must not touch what tasks of the event loop change
+        meanwhile. Its time counts as that of the caller's span."""
+        return await run_in(self.batching, work)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
         """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
@@ -174,6 +180,7 @@ class Players:
             executor=self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,
+            reading=self.batching,
         )
 
     def _canary_prompts(self) -> list[Int32]:
@@ -186,6 +193,7 @@ class Players:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
             rest.callback(self._let_go)
+            rest.callback(self.batching.shutdown)
             if self.grading is not None:
                 rest.callback(self.grading.shutdown)
             rest.push_async_callback(self.engine.close)

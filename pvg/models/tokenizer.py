@@ -1,11 +1,15 @@
 """One tokenizer interface for every model: text to int32 ids and back, the chat template, and a fingerprint.
 
 Invariant: two tokenizers with one fingerprint give every text the same ids, so their models may share token ids.
+
+`encode` and `decode` call the tokenizers library's batch functions with one text, because only these release Python's
+lock. Otherwise a thread that encodes 16,384 tokens would stop the event loop for 16 ms or more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 # Parts of tokenizer.json that say nothing of which ids a text gets: state of earlier calls, and the special tokens that
 # are added around a text, which `encode` never adds.
 UNFINGERPRINTED = ("version", "truncation", "padding", "post_processor")
+# A batch of one text gains nothing from the library's threads, which would stay, and which it warns about after a fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -52,7 +58,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> Int32:
         """`text` as int32 [n], no special tokens added. UsageError for text that the vocabulary cannot express."""
-        encoding = self._fast.backend_tokenizer.encode(text, add_special_tokens=False)
+        (encoding,) = self._fast.backend_tokenizer.encode_batch([text], add_special_tokens=False)
         ids: Int32 = np.asarray(encoding.ids, dtype=np.int32)
         if self._unknown_id is not None and bool(np.any(ids == self._unknown_id)):
             start, end = encoding.offsets[int(np.argmax(ids == self._unknown_id))]
@@ -64,7 +70,8 @@ class Tokenizer:
 
     def decode(self, ids: Int32) -> str:
         """The text of `ids` int32 [n]; special tokens are skipped, spaces stay as they are."""
-        return str(self._fast.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        (text,) = self._fast.backend_tokenizer.decode_batch([ids.tolist()], skip_special_tokens=True)
+        return str(text)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
         """`messages` (role, content) through the chat template, ready for the assistant's answer: int32 [n].

@@ -20,7 +20,7 @@ TAIL_BLOCK = 65_536  # bytes read at a time when looking backwards for the end o
 
 
 class JsonLines:
-    """Appends objects to `path`, which it creates. One writer, one thread.
+    """Appends objects to `path`, which it creates. One writer, one thread; `sync` may run in another one.
 
     A last line that a dead writer left unfinished is cut off on opening, since a line appended to it would damage both;
     `torn` says how many bytes that were.

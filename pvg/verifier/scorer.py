@@ -4,7 +4,9 @@
                             executor=executor, prover_fingerprint=prover.tokenizer.fingerprint)
     scores = await scorer.score(rollouts)
 
-Concurrent calls share one queue, hence batches; requests for a solution that is being computed wait for it.
+Concurrent calls share one queue, hence batches; requests for a solution that is being computed wait for it. What the
+verifier reads of the rollouts is put together in a thread: 256 solutions of 16,384 tokens take 50 ms, and seconds where
+their text is tokenized again for a verifier with another vocabulary.
 
 Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
 holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again,
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.records import Float32, Rollout
-from pvg.telemetry.spans import span
+from pvg.telemetry.spans import run_in, span
 from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
 from pvg.verifier.protocol import Judge, Scorer
@@ -66,7 +68,8 @@ class VerifierScorer(Scorer):
 
     `prover_fingerprint` is the fingerprint of the tokenizer that sampled the rollouts: where it is the verifier's own,
     token ids are reused; without it solutions are encoded from their text. `backend` computes the scores of `model`,
-    and has its own executor and references; without one this process does.
+    and has its own executor and references; without one this process does. `reading` has the thread that makes the
+    verifier's input of rollouts; with one thread, concurrent calls keep their order. None: the event loop's threads.
     """
 
     def __init__(
@@ -80,12 +83,14 @@ class VerifierScorer(Scorer):
         executor: Executor,
         prover_fingerprint: str | None = None,
         backend: ScoreBackend | None = None,
+        reading: Executor | None = None,
     ) -> None:
         self._model = model
         self._template = template
         self._version = version
         self._token_budget = token_budget
         self._prover_fingerprint = prover_fingerprint
+        self._reading = reading
         self._cache = ScoreCache(cache_entries)
         self._backend: ScoreBackend = backend or TorchBackend(
             model, template.key, ScoreCache(cache_entries), token_budget=token_budget, executor=executor
@@ -175,7 +180,7 @@ class VerifierScorer(Scorer):
         Raises TrainingDivergedError naming the rollout whose score is not finite, ConfigurationError for a solution
         longer than the verifier or the token budget allows, and whatever a forward pass raised.
         """
-        inputs = [self._input(rollout) for rollout in rollouts]
+        inputs = await run_in(self._reading, self._inputs, rollouts)
         while True:
             epoch = self._epoch
             with span("score_queue"):  # around the look-ups too: what they start then counts as work for this wait
@@ -186,6 +191,10 @@ class VerifierScorer(Scorer):
             if epoch == self._epoch:
                 scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
                 return np.asarray(scores, dtype=np.float32)
+
+    def _inputs(self, rollouts: Sequence[Rollout]) -> list[ScoreInput]:
+        """In the reading thread: it uses nothing that a change of version changes."""
+        return [self._input(rollout) for rollout in rollouts]
 
     def _input(self, rollout: Rollout) -> ScoreInput:
         ids, prompt_length = self._template.tokens(

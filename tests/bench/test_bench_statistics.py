@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pvg.bench.statistics import (
+    RatioInterval,
     _resampled,
     least_p_value,
     median,
     rank_test,
     ratio_of_medians,
+    ratio_of_pairs,
     student_quantile,
 )
 
@@ -96,6 +98,26 @@ def test_neither_of_the_two_bootstrap_intervals_would_hold_alone() -> None:
     medians, difference = resampled("clusters", 8)
     error = np.hypot(medians[0].std(axis=1), medians[1].std(axis=1))
     assert np.mean(np.abs(difference) > student_quantile(0.975, 14) * error) > 2 * 0.05
+
+
+@pytest.mark.parametrize(("shape", "n"), [("normal", 5), ("tail", 5), ("clusters", 10), ("normal", 15)])
+def test_the_interval_of_pairs_misses_at_most_at_its_nominal_rate(shape: str, n: int) -> None:
+    random, trials = np.random.default_rng(7), 500
+    a, b = SHAPES[shape](random, (trials, n)), SHAPES[shape](random, (trials, n))
+    found = [ratio_of_pairs(list(x), list(y), resamples=1000) for x, y in zip(a, b, strict=True)]
+    assert sum(interval.low > 1 or interval.high < 1 for interval in found) / trials <= 0.065
+
+
+def test_what_slows_a_whole_round_cancels_in_pairs() -> None:
+    random = np.random.default_rng(0)
+    speed = np.exp(np.cumsum(0.1 * random.standard_normal(10)))
+    a, b = (list(middle * speed * np.exp(0.005 * random.standard_normal(10))) for middle in (1.0, 1.05))
+    pairs, medians = ratio_of_pairs(a, b), ratio_of_medians(a, b)
+    assert 1 < pairs.low < 1.05 < pairs.high < 1.1
+    assert medians.low < 1 < medians.high
+    assert ratio_of_pairs([1.0, 2.0], [2.0, 4.0]) == RatioInterval(2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="shorter"):
+        ratio_of_pairs([1.0, 2.0], [1.0])
 
 
 def test_a_clear_difference_is_outside_and_the_true_ratio_inside() -> None:

@@ -224,6 +224,25 @@ def test_gains_are_against_the_step_before_and_against_the_first() -> None:
     assert [gain.whole.ratio if gain.whole else None for gain in found] == [None, 2.0, 6.0]
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_samples_that_were_taken_in_turn_are_compared_round_by_round(in_turn: bool) -> None:
+    """Each round is 10 % faster, and the rounds drift by more than that."""
+    report = run(planned("repeats=4", ablate=True)).report
+    rounds = iter([(1.0, 2.0, 4.0, 8.0), (1.1, 2.2, 4.4, 8.8), (1.0, 2.3, 4.2, 8.9)])
+    variants = [
+        variant.model_copy(
+            update={"samples": {"numbers_per_s": Samples(unit="1/s", better="higher", values=next(rounds))}}
+        )
+        for variant in report.variants
+    ]
+    config = report.config | {"interleave": in_turn}
+    _, first, second = gains(report.model_copy(update={"variants": tuple(variants), "config": config}))
+    assert first.step is not None
+    assert first.step.ratio == pytest.approx(1.1)
+    assert first.told_apart is in_turn
+    assert not second.told_apart
+
+
 def test_work_that_all_share_stands_once() -> None:
     assert common_work({}) == {}
     assert common_work({"a": {"n": 1, "s": 0}, "b": {"n": 2, "s": 0, "x": None}}) == {

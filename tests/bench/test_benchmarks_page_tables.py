@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from pvg.errors import UsageError
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
 
+from make_benchmarks import report_lines  # noqa: E402
 from readme_ladder import BEGIN, END, with_ladder  # noqa: E402
 from scaling_tables import growths, scaling_lines  # noqa: E402
 from targets import TARGETS, beside_it, idle_share, target_lines  # noqa: E402
@@ -247,11 +249,42 @@ def test_decoding_may_grow_as_what_it_reads_does() -> None:
 # --- the README ------------------------------------------------------------------------------------------------------
 
 
+def test_the_ladder_names_the_rungs_that_cannot_be_told_apart_from_1() -> None:
+    nothing, slower = ladder_report(1.0, 1.0), ladder_report(1.0, 2.0)
+    told = "Cannot be told apart from 1 in this report (1 of 1): `rollout.max_rows=256`.\n"
+    for text in (page_of(nothing), with_ladder(f"{BEGIN}{END}", nothing)):
+        assert f"Intervals are at 95 %. {told}" in text
+        assert "**" not in text.partition("| all slow |")[2].partition("Intervals")[0]
+    for text in (page_of(slower), with_ladder(f"{BEGIN}{END}", slower)):
+        assert "Slower than the row above: `rollout.max_rows=256`.\n" in text
+        assert "Cannot be told apart" not in text
+
+
+def test_a_report_of_uncommitted_changes_is_marked_on_the_page_and_in_the_readme() -> None:
+    clean = ladder_report(4.0, 1.0)
+    environment = clean.environment.model_copy(update={"git_dirty": True})
+    dirty = clean.model_copy(update={"environment": environment})
+    mark = f"**Measured with uncommitted changes: no commit gives these figures. Repeat `{clean.command}`.**"
+    for make in (page_of, lambda report: with_ladder(f"{BEGIN}{END}", report)):
+        assert mark in make(dirty)
+        assert mark not in make(clean)
+
+
+def page_of(report: BenchReport) -> str:
+    return "\n".join(report_lines(report, None))
+
+
 def test_the_ladder_stands_between_its_marks_and_nothing_else_changes() -> None:
     readme = f"# pvg\n\n{BEGIN}\nold\n{END}\n\nmore\n"
     text = with_ladder(readme, ladder_report(4.0, 1.0))
-    assert text.startswith(f"# pvg\n\n{BEGIN}\n\n| switch | what it does | step, s | in all |\n")
-    assert "| all slow |  | 4 |  |\n| `rollout.max_rows=256` | decoded together | 1 | 4.00x |\n\n" in text
+    header = "| switch | what it does | step, s | against the row above | against all slow |\n"
+    assert text.startswith(f"# pvg\n\n{BEGIN}\n\n{header}")
+    assert "| all slow |  | 4 |  |  |\n" in text
+    gain = r"\([34].*–4.*\)"
+    assert re.search(
+        rf"\| `rollout.max_rows=256` \| decoded together \| 1 \| \*\*4.00x\*\* {gain} \| 4.00x {gain} \|\n", text
+    )
+    assert "Intervals are at 95 %. In bold: a gain whose interval leaves out 1.\n" in text
     assert text.endswith(f"{END}\n\nmore\n")
     assert with_ladder(text, ladder_report(4.0, 1.0)) == text
     with pytest.raises(UsageError, match="end of the ladder"):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ from pvg.bench.runner import run_variant
 from pvg.bench.workloads import loop
 from pvg.bench.workloads.loop import LoopWorkload
 from pvg.bench.workloads.loop_engine import Payload, RecordedEngine, Stretching, first_step, recorded
-from pvg.bench.workloads.loop_sides import JOINS, Aged
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.game import on_policy
 from pvg.game.ledger import Ledger
+from pvg.game.orders import ProverOrders
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.verifier.template import VerifierTemplate
 
 PROFILE = "profiles/loop.toml"
 TINY = (
@@ -62,7 +65,7 @@ def make(*overrides: str) -> LoopWorkload:
 
 
 def sampled(*overrides: str, plant: Any = None) -> tuple[dict[str, float], dict[str, float], Any]:
-    """One sample's measures, the derived figures, and what was stored: id -> (token ids, log-probs, text, experts)."""
+    """One sample's measures, the derived figures, and what was stored: id -> (ids, log-probs, text, experts, paid)."""
 
     async def play() -> tuple[dict[str, float], dict[str, float], Any]:
         workload = make(*overrides)
@@ -77,12 +80,18 @@ def sampled(*overrides: str, plant: Any = None) -> tuple[dict[str, float], dict[
     return asyncio.run(play())
 
 
-def stored(workload: LoopWorkload) -> dict[str, tuple[list[int], list[float], str, list[Any]]]:
+def stored(workload: LoopWorkload) -> dict[str, tuple[Any, ...]]:
     state, run = workload._ledger.state, workload._run
     if state.shards:
         rows = RolloutShards(run.path).read(ShardInfo.from_plain(state.shards[-1]))
         return {
-            row.id: (row.completion_ids.tolist(), row.logprobs.tolist(), row.text, row.routed_experts.tolist())
+            row.id: (
+                row.completion_ids.tolist(),
+                row.logprobs.tolist(),
+                row.text,
+                row.routed_experts.tolist(),
+                (row.score, row.reward),
+            )
             for row in rows
             if row.routed_experts is not None
         }
@@ -94,6 +103,7 @@ def stored(workload: LoopWorkload) -> dict[str, tuple[list[int], list[float], st
             row["logprobs"],
             row["text"],
             np.reshape(row["routed_experts"], row["routed_shape"]).tolist(),
+            (row["score"], row["reward"]),
         )
         for row in records
     }
@@ -102,8 +112,7 @@ def stored(workload: LoopWorkload) -> dict[str, tuple[list[int], list[float], st
 NAIVE = (
     "workload.encoding=json",
     "workload.commit=loop",
-    "workload.join=quadratic",
-    "workload.fan_out=always",
+    "workload.batch=loop",
     "rollout.grading=loop",
 )
 
@@ -115,7 +124,7 @@ def test_the_runner_takes_its_samples_and_the_folder_goes(overrides: tuple[str, 
 
     variant, work = asyncio.run(play())
     assert variant.status == "ok"
-    assert {"rollout", "grade", "checkpoint"} <= variant.budget.exposed.keys()
+    assert {"rollout", "grade", "score", "credit", "record", "checkpoint"} <= variant.budget.exposed.keys()
     assert work.pop("prompts")
     assert work == {
         "model": "modchain-prover",
@@ -126,71 +135,61 @@ def test_the_runner_takes_its_samples_and_the_folder_goes(overrides: tuple[str, 
         "tokens_per_rollout": 300,
         "chunk": 16,
         "seconds": 0.02,
-        "turns": 4,
+        "retokenize": False,
         "expert_bytes_per_token": 8,
+        "loss": "grpo",
+        "reward": "cgc",
         "seed": 0,
     }
-    written, copied = (variant.samples[name].values for name in ("bytes_written_mb", "bytes_copied_mb"))
-    assert written[0] > 0
-    assert len(set(copied)) == 1  # the same work in every sample
-    for name in ("commit_stall_ms", "rollout_stall_ms", "decode_ms", "grade_ms"):
+    assert variant.samples["bytes_written_mb"].values[0] > 0
+    for name in ("commit_stall_ms", "rollout_stall_ms", "batch_stall_ms", "decode_ms", "grade_ms"):
         assert variant.derived[name] >= 0
     assert list(temporary.glob("pvg-*")) == []
 
 
 def test_both_sides_of_all_switches_store_the_same() -> None:
-    product, _, stored_once = sampled()
-    naive, _, stored_naively = sampled(*NAIVE)
+    _, _, stored_once = sampled()
+    _, _, stored_naively = sampled(*NAIVE)
     assert stored_once == stored_naively
     assert len(stored_once) == 16
-    for ids, logprobs, _, experts in stored_once.values():
+    assert len({score for *_, (score, _) in stored_once.values()}) > 4
+    assert all(reward is not None for *_, (_, reward) in stored_once.values())
+    for ids, logprobs, _, experts, _ in stored_once.values():
         assert 250 < len(ids) == len(logprobs) <= 300
         assert np.asarray(experts).shape[0] > len(ids)  # those of the prompt too
         assert np.asarray(experts).shape[1:] == (4, 2)
-    assert naive["bytes_copied_mb"] > 5 * product["bytes_copied_mb"]
 
 
-def some_payload(tokens: int, prompt: int = 3, turns: int = 1) -> Payload:
+def some_payload(tokens: int, prompt: int = 3) -> Payload:
     random = np.random.default_rng(0)
     experts = random.integers(0, 256, (prompt + tokens - 1, 2, 2), dtype=np.uint8)
     logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
-    return Payload(np.arange(tokens, dtype=np.int32), logprobs, experts, "length", duration_s=0.0, turns=turns)
+    return Payload(np.arange(tokens, dtype=np.int32), logprobs, experts, "length", duration_s=0.0)
 
 
-# 10 tokens of 8 bytes, and 4 for the experts of each but the last, and for those of the prompt of 3: 6 + 4 + 2.
-@pytest.mark.parametrize(
-    ("name", "copied"), [("once", 80 + 48), ("quadratic", 8 * (4 + 8 + 8 + 10) + 4 * (6 + 10 * 2 + 12))]
-)
-def test_joins_give_what_was_cut_and_count_what_they_copy(name: str, copied: int) -> None:
-    payload = some_payload(10)
-    join = JOINS[name]()
-    for start in range(0, 10, 4):
-        join.add(payload.chunk(start, min(start + 4, 10)))
-        if start == 4:
-            join.next_turn()
-    joined = join.result()
-    for found, expected in zip(joined, (payload.token_ids, payload.logprobs, payload.experts), strict=True):
-        assert found.tolist() == expected.tolist()
-        assert found.dtype == expected.dtype
-    assert join.copied == copied
+def test_a_verifier_of_another_vocabulary_scores_the_same_rollouts_from_their_texts() -> None:
+    _, _, from_ids = sampled()
+    _, _, from_texts = sampled("workload.retokenize=true")
+    assert from_ids == from_texts  # one character is one token here
 
 
-@pytest.mark.parametrize("turns", [1, 4])
-def test_bytes_grow_with_the_tokens_joined_once_and_with_their_square_each_time(turns: int) -> None:
-    """What is copied of a completion twice as long: twice as much, or four times."""
+def test_no_work_on_a_batch_is_done_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these takes milliseconds for a batch of long rollouts."""
+    names = ("pay", "_batch_of", "_scored", "_measured")
+    threads: dict[str, set[str]] = {name: set() for name in (*names, "tokens")}
 
-    def copied(name: str, tokens: int) -> int:
-        engine = RecordedEngine({"a": some_payload(tokens, turns=turns)}, chunk=4, join=JOINS[name], max_in_flight=1)
-        asyncio.run(engine.generate(request()))
-        return engine.copied
+    def noting(name: str, work: Any) -> Any:
+        def noted(*arguments: Any, **named: Any) -> Any:
+            threads[name].add(threading.current_thread().name)
+            return work(*arguments, **named)
 
-    assert copied("once", 2048) / copied("once", 1024) == pytest.approx(2, rel=0.01)
-    assert copied("quadratic", 2048) / copied("quadratic", 1024) == pytest.approx(4, rel=0.03)
+        return noted
 
-
-def test_rungs_whose_fast_side_is_no_product_code_say_so() -> None:
-    patterns = {rung.switch for rung in load_profile(PROFILE).profile.ladder if "not product code" in rung.says}
-    assert patterns == {"workload.join", "workload.fan_out"}
+    for name in names:
+        monkeypatch.setattr(on_policy, name, noting(name, getattr(on_policy, name)))
+    monkeypatch.setattr(VerifierTemplate, "tokens", noting("tokens", VerifierTemplate.tokens))
+    sampled()
+    assert all(found == {"pvg-batch_0"} for found in threads.values()), threads
 
 
 def request(name: str = "a") -> GenerationRequest:
@@ -199,7 +198,7 @@ def request(name: str = "a") -> GenerationRequest:
 
 def test_the_engine_serves_what_is_recorded_under_an_id_as_often_as_it_is_asked() -> None:
     payload = some_payload(7)
-    engine = RecordedEngine({"a": payload}, chunk=3, join=JOINS["once"], max_in_flight=4)
+    engine = RecordedEngine({"a": payload}, chunk=3, max_in_flight=4)
 
     async def play() -> list[Any]:
         return await asyncio.gather(engine.generate(request()), engine.generate(request()))
@@ -208,26 +207,9 @@ def test_the_engine_serves_what_is_recorded_under_an_id_as_often_as_it_is_asked(
         assert completion.token_ids.tolist() == list(range(7))
         assert completion.routed_experts.tolist() == payload.experts.tolist()
         assert completion.finish_reason == "length"
-    assert engine.copied == 2 * (7 * 8 + 9 * 4)
-    assert engine.in_flight == {}
     assert (engine.stats.rows, engine.stats.tokens, engine.stats.prompt_tokens) == (2, 14, 4)
     with pytest.raises(KeyError):
         asyncio.run(engine.generate(request("b")))
-
-
-@pytest.mark.parametrize(("always", "tasks"), [(True, 3), (False, 0)])
-def test_a_look_makes_tasks_for_all_or_for_none_and_drops_the_same(always: bool, tasks: int) -> None:
-    class Three:
-        version = 1
-        in_flight = dict.fromkeys("abc", 1)
-
-    aged = Aged(Three(), 20.0, always=always)
-    asyncio.run(aged.look())
-    assert (aged.tasks, aged.dropped) == (tasks, [])
-    Three.version = 2
-    Three.in_flight["b"] = 2
-    asyncio.run(aged.look())
-    assert aged.dropped == ["a", "c"]
 
 
 def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> None:
@@ -235,25 +217,26 @@ def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> No
         workload = make()
         await workload.open()
         try:
-            groups = await loop._sample(workload._dispatcher, workload._orders, 0)
+            groups = await ProverOrders(workload._session, None).sample(workload._orders, 0)
             return workload, [(group.problem, rollout) for group in groups for rollout in group.rollouts]
         finally:
             await workload.close()
 
     workload, rows = asyncio.run(play())
+    tokenizer, task = workload._session.players.base.tokenizer, workload._session.task
     grades = set()
     for number, (problem, rollout) in enumerate(rows):
         grades.add((rollout.grade.correct, rollout.grade.well_formed))
-        again = recorded(rollout, number, Stretching(400, 2.0, layers=3, k=2), workload._tokenizer)
+        again = recorded(rollout, number, Stretching(400, 2.0, layers=3, k=2), tokenizer)
         assert again.experts.shape == (len(rollout.prompt_ids) + len(again.token_ids) - 1, 3, 2)
         assert 1.0 <= again.duration_s <= 2.0
-        step = first_step(rollout.completion_ids, workload._tokenizer)
+        step = first_step(rollout.completion_ids, tokenizer)
         assert 400 - step < len(again.token_ids) <= 400
         assert again.token_ids[-len(rollout.completion_ids) :].tolist() == rollout.completion_ids.tolist()
         assert again.token_ids[:step].tolist() == rollout.completion_ids[:step].tolist()
         if rollout.grade.well_formed:
             ids = again.token_ids[:-1] if rollout.finish_reason == "stop" else again.token_ids
-            grade = workload._task.grade(problem, workload._tokenizer.decode(ids))
+            grade = task.grade(problem, tokenizer.decode(ids))
             assert (grade.well_formed, grade.correct) == (True, rollout.grade.correct)
     assert (True, True) in grades  # so that there was something to keep
 
@@ -277,12 +260,26 @@ class StallingTask:
 
 def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
     def plant(workload: LoopWorkload) -> None:
-        workload._dispatcher.grader._task = StallingTask(workload._task)
+        workload._dispatcher.grader._task = StallingTask(workload._session.task)
 
     measured, derived, _ = sampled("rollout.grading=loop", plant=plant)
     # A tick comes due at most 10 ms after the stall begins and can run when it ends.
     assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3
     assert derived["rollout_stall_ms"] > (STALL_S - 0.02) * 1e3
+
+
+def test_a_stall_of_the_batch_is_seen_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    pay = on_policy.pay
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(STALL_S)
+        return pay(*arguments)
+
+    monkeypatch.setattr(on_policy, "pay", slow)
+    measured, derived, _ = sampled("workload.batch=loop")
+    assert derived["batch_stall_ms"] > (STALL_S - 0.02) * 1e3
+    assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3
+    assert measured["batch_s"] > STALL_S
 
 
 def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +306,7 @@ def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.
     [
         ("workload.encoding=pickle", r"workload\.encoding"),
         ("workload.chunk=0", r"workload\.chunk"),
+        ("workload.batch=process", r"workload\.batch"),
         ("workload.lag_hz=5000", r"workload\.lag_hz"),
         ("workload.seconds=0", r"workload\.seconds"),
         ("workload.rollouts=12", "no whole number of groups of 8"),

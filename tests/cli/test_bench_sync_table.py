@@ -32,6 +32,7 @@ def client(label: str, queue_ms: float, updates: int = 100) -> Variant:
         "wall_s": lower([1.0, 2.0]),
         "tokens_per_s_before": higher([6000.0, 6000.0]),
         "tokens_per_s_during": higher([4000.0, 5000.0]),
+        "tokens_per_s_stepped": higher([5990.0, 5990.0]),
         "tokens_per_s_after": higher([6100.0, 6100.0]),
     }
     return variant(measured, label, derived | {"updates": float(updates), "updates_per_s": 2.5})
@@ -60,9 +61,9 @@ def test_each_client_has_its_row_and_each_figure_its_place() -> None:
     }  # fmt: skip
     cost = cost_cells(made)
     row = dict(zip(cost.header, cost.rows[0], strict=True))
-    assert (row["client"], row["tokens/s before"], row["tokens/s during"], row["tokens/s after"]) == (
-        "shared", "6,000", "4,500", "6,100",
-    )  # fmt: skip
+    assert row["client"] == "shared"
+    rates = [row[f"tokens/s {when}"] for when in ("before", "back to back", "once a step", "after")]
+    assert rates == ["6,000", "4,500", "5,990", "6,100"]
     assert row["updates /s"] == "2.5"
     text = shown(made)
     assert "An update among the streams, ms" in text
@@ -79,6 +80,16 @@ def test_what_stands_behind_the_percentiles_is_said() -> None:
     assert not any("fewer than 100" in note for note in enough)
     few = notes(report(client("weights.client=shared", 900.0, updates=40)))
     assert "fewer than 100" in few[1]
+
+
+def test_what_updates_cost_generation_is_said_beside_their_times() -> None:
+    dedicated = client("weights.client=dedicated", 12.0)
+    found = notes(report(client("weights.client=shared", 900.0), dedicated))
+    assert "Of the tokens/s before and after, updates cost: 26 % back to back and 1 % once a step (dedicated)." in found
+    samples = {name: each for name, each in dedicated.samples.items() if name != "tokens_per_s_stepped"}
+    older = report(dedicated.model_copy(update={"samples": samples}))
+    assert "Of the tokens/s before and after, updates cost: 26 % back to back (dedicated)." in notes(older)
+    assert "tokens/s once a step" not in cost_cells(older).header
 
 
 def test_one_client_alone_is_named_by_its_setting() -> None:

@@ -1,3 +1,6 @@
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,6 +32,32 @@ def test_special_tokens_are_neither_added_nor_decoded(characters):
     assert characters.eos_id not in ids
     assert characters.pad_id not in ids
     assert characters.decode(np.concatenate([ids, [characters.eos_id, characters.pad_id]]).astype(np.int32)) == "7+5?"
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_text_is_encoded_or_decoded(characters, work):
+    """No thread is ever asked to hand over Python's lock here, so another one runs only where the lock is released."""
+    text = "7+5=2;" * 60  # numpy releases the lock for arrays of more than 500
+    ids, others_ran, tries = characters.encode(text), threading.Event(), 0
+    started, interval = threading.Event(), sys.getswitchinterval()
+
+    def busy():
+        nonlocal tries
+        started.set()
+        while not others_ran.is_set() and tries < 2000:
+            characters.encode(text) if work == "encode" else characters.decode(ids)
+            tries += 1
+
+    sys.setswitchinterval(1e6)
+    try:
+        thread = threading.Thread(target=busy)
+        thread.start()
+        started.wait()
+        others_ran.set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert tries < 2000
 
 
 @pytest.mark.parametrize("stranger", ["x", " ", "\n", "é"])

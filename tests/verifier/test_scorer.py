@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -84,6 +85,25 @@ def test_no_rollouts_no_scores(executor):
     scores = asyncio.run(make_scorer(verifier("scalar"), executor, head="scalar").score([]))
     assert scores.shape == (0,)
     assert scores.dtype == np.float32
+
+
+def test_the_loop_goes_on_while_the_verifiers_input_is_made(executor, monkeypatch):
+    """The template waits for what only the loop can do: on the loop, it would wait for ever."""
+    scorer = make_scorer(verifier("scalar"), executor, head="scalar")
+    alive, tokens = threading.Event(), scorer._template.tokens
+
+    def waiting(*arguments):
+        assert alive.wait(60), "the loop stood still"
+        return tokens(*arguments)
+
+    async def play():
+        monkeypatch.setattr(scorer._template, "tokens", waiting)
+        scoring = asyncio.create_task(scorer.score([rollout("7+5=2;A2"), rollout("A1")]))
+        await asyncio.sleep(0.01)
+        alive.set()
+        return await scoring
+
+    assert asyncio.run(play()).shape == (2,)
 
 
 def test_the_role_and_its_prompt_are_not_seen(executor):

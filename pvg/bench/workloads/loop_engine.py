@@ -1,26 +1,35 @@
-"""`RecordedEngine`: completions recorded once and served again in chunks and turns, as a streaming server would send
-them.
+"""What stands in for the models of the `loop` workload: recorded completions and scores.
 
-It computes nothing, so that what is measured is the orchestrator. Every completion is stretched to a length that a
-reasoning model writes, carries the experts of a mixture-of-experts model for each of its tokens, and comes after delays
-that are the same every time.
+The completions arrive in chunks, as a streaming server would send them. The scores are there at once.
+
+Neither computes anything, so that what is measured is the orchestrator. Every completion is stretched to a length that
+a reasoning model writes, carries the experts of a mixture-of-experts model for each of its tokens, and comes after
+delays that are the same every time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pvg.bench.workloads.loop_sides import Join, Pieces
 from pvg.bench.workloads.stand_in import StandInEngine
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
 from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.verifier.backend import Done, ScoreInput
+from pvg.verifier.cache import ScoreCache
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+NO_MODEL = "It has no model."
 STEP_ENDS = (";", "\n")  # a step of a solution ends with one of these
 GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' durations evenly
 
@@ -28,77 +37,104 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' duratio
 @dataclass(frozen=True, slots=True)
 class Payload:
     """What one request gets: token ids int32 [C], log-probs float32 [C], the experts [P + C - 1, layers, k] of prompt
-    and completion, and the seconds over which they arrive, in `turns` of about equally many tokens."""
+    and completion, and the seconds over which they arrive."""
 
     token_ids: Int32
     logprobs: Float32
     experts: RoutedExperts
     finish_reason: FinishReason
     duration_s: float
-    turns: int = 1
 
-    def chunk(self, start: int, end: int) -> Pieces:
-        """Tokens `start` to `end`, and the experts that were chosen to sample them: before the first token, those of
-        the whole prompt."""
+    def experts_of(self, start: int, end: int) -> RoutedExperts:
+        """The experts that were chosen to sample tokens `start` to `end`: before the first, those of the prompt too."""
         before = len(self.experts) - len(self.token_ids)
-        first = 0 if start == 0 else before + start
-        return Pieces(self.token_ids[start:end], self.logprobs[start:end], self.experts[first : before + end])
+        return self.experts[0 if start == 0 else before + start : before + end]
 
 
 class RecordedEngine(StandInEngine):
-    """Serves `payloads` by request id, in chunks of `chunk` tokens. `copied` counts the bytes that joining copied,
-    `in_flight` has the version with which each request under way began."""
+    """Serves `payloads` by request id, in chunks of `chunk` tokens."""
 
-    def __init__(
-        self, payloads: Mapping[str, Payload], *, chunk: int, join: Callable[[], Join], max_in_flight: int
-    ) -> None:
+    def __init__(self, payloads: Mapping[str, Payload], *, chunk: int, max_in_flight: int) -> None:
         super().__init__(max_in_flight)
         self._payloads = payloads
         self._chunk = chunk
-        self._join = join
-        self.copied = 0
-        self.in_flight: dict[str, int] = {}
 
     async def generate(self, request: GenerationRequest) -> Completion:
         payload = self._payloads[request.id]
-        self.in_flight[request.id] = self.version
-        try:
-            return await self._served(request, payload)
-        finally:
-            self.in_flight.pop(request.id, None)
-
-    async def _served(self, request: GenerationRequest, payload: Payload) -> Completion:
         started = time.perf_counter()
         starts = range(0, len(payload.token_ids), self._chunk)
-        turn_ends = {len(starts) * turn // payload.turns for turn in range(1, payload.turns)}
-        join = self._join()
+        token_ids, logprobs, experts = list[Int32](), list[Float32](), list[RoutedExperts]()
         for number, start in enumerate(starts, start=1):
             # Against the clock, so that a busy loop delays a chunk and not all those behind it as well.
             due = started + payload.duration_s * number / len(starts)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            join.add(payload.chunk(start, min(start + self._chunk, len(payload.token_ids))))
-            if number in turn_ends:
-                join.next_turn()
-        joined = join.result()
-        self.copied += join.copied
+            end = min(start + self._chunk, len(payload.token_ids))
+            token_ids.append(payload.token_ids[start:end])
+            logprobs.append(payload.logprobs[start:end])
+            experts.append(payload.experts_of(start, end))
         return self.completed(
             request,
-            joined.token_ids,
-            joined.logprobs,
+            np.concatenate(token_ids),
+            np.concatenate(logprobs),
             payload.finish_reason,
             time.perf_counter() - started,
-            joined.experts,
+            np.concatenate(experts),  # type: ignore[arg-type]  # numpy loses which of the two types it is
         )
+
+
+class RecordedJudge:
+    """A verifier for contexts of any length; `RecordedScores` gives its scores, and nothing else is asked of it."""
+
+    needs_reference = False
+    reads: Literal["scalar", "implicit", "yes_token"] = "scalar"
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError(NO_MODEL)
+
+    def __call__(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+    ) -> Tensor:
+        raise NotImplementedError(NO_MODEL)
+
+    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+        raise NotImplementedError(NO_MODEL)
+
+    def version(self) -> str:
+        return "recorded"
+
+    def close(self) -> None: ...
+
+
+class RecordedScores:
+    """A ScoreBackend that has every score at once, in [-1, 1): a function of the solution's digest."""
+
+    def __init__(self) -> None:
+        self.references = ScoreCache(1)
+
+    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
+        return [np.arange(len(lengths))]
+
+    def weights_changed(self) -> None: ...
+
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+        numbers = np.array([int.from_bytes(entry.digest[:4], "little") for entry in inputs])
+        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        done.set_result(Done((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
+        return done
 
 
 @dataclass(frozen=True, slots=True)
 class Stretching:
-    """How recorded rollouts are stretched: to about `tokens` tokens, arriving within half to all of `seconds` in
-    `turns`, with `layers` x `k` experts for each token."""
+    """How recorded rollouts are stretched: to about `tokens` tokens, arriving within half to all of `seconds`, with
+    `layers` x `k` experts for each token."""
 
     tokens: int
     seconds: float
-    turns: int = 1
     layers: int = 0
     k: int = 0
 
@@ -116,7 +152,6 @@ def recorded(rollout: Rollout, number: int, how: Stretching, tokenizer: Tokenize
         experts=np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8),
         finish_reason=rollout.finish_reason,
         duration_s=how.seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
-        turns=how.turns,
     )
 
 

@@ -5,7 +5,11 @@
     pvg bench --profile sync --server http://127.0.0.1:8000        # a vLLM server: pvg.bench.workloads.sync_servers
 
 One sample: updates to the idle engine; the streams alone; the same streams while as many updates are made, one after
-the other at moments spread evenly over a batch; the streams alone again.
+the other at moments spread evenly over a batch; the streams with one update a step, as training makes them; the streams
+alone again. A step is over when a batch of the experiment (training.groups x rollout.group_size) has come back.
+
+Back to back is the worst case, and what percentiles need. `lost_back_to_back` and `lost_once_a_step` say which share of
+its tokens per second generation loses in the two cases.
 
 The torch engine decodes a batch to its end before it loads weights. So an update waits for the rest of one batch, and
 for nothing else: `queue_explained` is the share of the queue time in which a batch was being decoded, and
@@ -21,7 +25,17 @@ from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.sync_load import RATES, TIMES, Streams, Update, open_target, time_measures, times
+from pvg.bench.workloads.sync_load import (
+    RATES,
+    TIMES,
+    Streams,
+    Update,
+    lost_shares,
+    open_target,
+    rollouts_per_step,
+    time_measures,
+    times,
+)
 from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment
 from pvg.rollout.engine import Sampling
@@ -36,10 +50,12 @@ MEASURES: dict[str, Measure] = (
 
 
 class Settings(Section):
-    """The `[workload]` table: streams at once, updates per load, requests of each stream before and after."""
+    """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
+    before and after."""
 
     streams: Count = 150
     updates: Count = 20
+    steps: Count = 8
     waves: Count = 2
     seed: int = 0
 
@@ -54,6 +70,7 @@ class SyncWorkload:
         )
         self.measures: Mapping[str, Measure] = MEASURES
         self.loaded: list[tuple[Streams, list[Update]]] = []  # of every sample
+        self.rates: list[dict[str, float]] = []  # of every sample: RATES
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._settings.streams, self._settings.seed, self._executor)
@@ -64,7 +81,8 @@ class SyncWorkload:
             **self._target.facts,
             "task": self._experiment.task.kind,
             "streams": settings.streams,
-            "updates": {"idle": settings.updates, "loaded": settings.updates},
+            "updates": {"idle": settings.updates, "loaded": settings.updates, "stepped": settings.steps},
+            "rollouts_per_step": rollouts_per_step(self._experiment),
             "requests_before_and_after": 2 * settings.waves * settings.streams,
             "completion_tokens": self._sampling.max_tokens,
             "seed": settings.seed,
@@ -82,21 +100,29 @@ class SyncWorkload:
         with span("loaded_updates"):
             loaded, during = await streams.update_under_load(settings.updates, batch_s)
         batches = list(streams.batches)
+        self.loaded.append((streams, loaded))
+        stepping = Streams(self._target, self._sampling, settings.seed)
+        with span("stepped_updates"):
+            stepped = await stepping.update_each_step(settings.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
             after = await streams.run(lambda done: done < settings.waves)
-        self.loaded.append((streams, loaded))
+        rates = {
+            "tokens_per_s_before": before,
+            "tokens_per_s_during": during,
+            "tokens_per_s_stepped": stepped,
+            "tokens_per_s_after": after,
+        }
+        self.rates.append(rates)
         return {
             **times("idle", idle),
             **times("loaded", loaded),
-            "tokens_per_s_before": before,
-            "tokens_per_s_during": during,
-            "tokens_per_s_after": after,
+            **rates,
             "batch_p50_ms": statistics.median(batches) * 1e3,
         }
 
     def derived(self) -> dict[str, float]:
         """Over all samples: how far the batch that ran explains the queue time (see the module); the fewest requests in
-        flight at an update; the share of the versions that served tokens."""
+        flight at an update; the share of the versions that served tokens; what updates cost the streams."""
         waits = [
             (
                 update.timing.queue_ms / 1e3,
@@ -112,6 +138,7 @@ class SyncWorkload:
             "queue_batches_max": max((wait_s / max(s for _, s in ran) for wait_s, ran in waits if ran), default=0.0),
             "in_flight_min": float(min(update.in_flight for _, updates in self.loaded for update in updates)),
             "versions_served": statistics.median(served),
+            **lost_shares(self.rates),
         }
 
     async def close(self) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Its multiples modulo 1 fill the unit interval evenly, however many are taken: the moments of a batch to update at.
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
+STEP_LOOK_S = 0.005  # between two looks at whether a step's rollouts are there
 TIMES = {
     "wall": "an update from the call to the return",
     "rpc": "the engine at work on it: copying the weights",
@@ -41,7 +42,8 @@ TIMES = {
 }
 RATES: dict[str, Measure] = {
     "tokens_per_s_before": Measure("tokens/s", "higher", "completion tokens per second of the streams alone"),
-    "tokens_per_s_during": Measure("tokens/s", "higher", "the same while the updates are made"),
+    "tokens_per_s_during": Measure("tokens/s", "higher", "the same while updates are made back to back"),
+    "tokens_per_s_stepped": Measure("tokens/s", "higher", "the same with one update a step, as in training"),
     "tokens_per_s_after": Measure("tokens/s", "higher", "the same afterwards"),
 }
 
@@ -112,6 +114,7 @@ class Streams:
     in_flight: int = 0
     tokens: int = 0
     chunks: int = 0
+    requests: int = 0  # that came back
     batches: dict[float, float] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
 
@@ -143,6 +146,7 @@ class Streams:
                 self.in_flight -= 1
             self.batches.setdefault(completion.timing.service_s, time.perf_counter())
             self.tokens += len(completion.token_ids)
+            self.requests += 1
             self.versions.update(part.version for part in completion.spans)
             done += 1
 
@@ -182,6 +186,44 @@ class Streams:
             done.set()
             tokens_per_s = await running
         return made, tokens_per_s
+
+    async def update_each_step(self, steps: int, rollouts: int) -> float:
+        """The streams' tokens per second with one update whenever `rollouts` more requests have come back, which is
+        what training does: a step's rollouts, then its weights. No update is made before the first step is done."""
+        left = steps
+
+        def goes_on(_: int) -> bool:
+            return left > 0
+
+        target = self.requests + rollouts
+        running = asyncio.create_task(self.run(goes_on))
+        try:
+            while left and not running.done():
+                await asyncio.wait([running], timeout=STEP_LOOK_S)
+                if self.requests >= target and not running.done():
+                    target = self.requests + rollouts
+                    await self.update()
+                    left -= 1
+        finally:
+            left = 0
+            tokens_per_s = await running
+        return tokens_per_s
+
+
+def lost_shares(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The share of the streams' tokens per second that updates cost, against before and after: made back to back, and
+    once a step. Medians over the samples, each of which has `RATES`; empty without samples."""
+    if not samples:
+        return {}
+    before, during, stepped, after = (np.array([sample[name] for sample in samples]) for name in RATES)
+    return {
+        name: float(np.median(1.0 - 2.0 * rate / (before + after)))
+        for name, rate in (("lost_back_to_back", during), ("lost_once_a_step", stepped))
+    }
+
+
+def rollouts_per_step(experiment: Experiment) -> int:
+    return experiment.training.groups * experiment.rollout.group_size
 
 
 def times(load: str, updates: Sequence[Update], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:

@@ -3,10 +3,13 @@
     pvg bench --profile sync --server http://127.0.0.1:8000
     pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
 
-One sample: updates to idle servers; the streams alone; the same streams while as many updates are made; the streams
-alone again. Tokens are streamed: the server sends each as it comes. An update's wall time is that of the call that
-tells a server to load what lies in the shared folder (the slowest server's, of several); rpc is what the server says of
-its work, from the first byte of the call to its reply; queue is the rest. Writing the folder is `stage`, before it.
+One sample: updates to idle servers; the streams alone; the same streams while as many updates are made back to back;
+the streams with one update a step, as training makes them; the streams alone again. A step is over when a batch of the
+experiment (training.groups x rollout.group_size) has come back. Tokens are streamed: the server sends each as it comes.
+
+An update's wall time is that of the call that tells a server to load what lies in the shared folder (the slowest
+server's, of several); rpc is what the server says of its work, from the first byte of the call to its reply; queue is
+the rest. Writing the folder is `stage`, before it.
 
 `workload.pool` is the size of generation's pool of connections: one for each stream, as an HTTP client has it that was
 sized for its streams, or some to spare. It matters only where updates share the pool (weights.client = "shared").
@@ -27,7 +30,17 @@ import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.sync_load import PERCENTILES, RATES, Streams, Update, open_target, time_measures, times
+from pvg.bench.workloads.sync_load import (
+    PERCENTILES,
+    RATES,
+    Streams,
+    Update,
+    lost_shares,
+    open_target,
+    rollouts_per_step,
+    time_measures,
+    times,
+)
 from pvg.errors import ServerUnavailableError
 from pvg.experiment import Experiment
 from pvg.rollout.engine import Sampling
@@ -61,11 +74,12 @@ MEASURES: dict[str, Measure] = (
 
 
 class Settings(Section):
-    """The `[workload]` table: streams at once, updates per load, requests of each stream before and after; `pool`:
-    connections for generation (see the module)."""
+    """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
+    before and after; `pool`: connections for generation (see the module)."""
 
     streams: Count = 150
     updates: Count = 20
+    steps: Count = 4
     waves: Count = 2
     pool: Literal["streams", "spare"] = "streams"
     seed: int = 0
@@ -91,6 +105,7 @@ class ServersSync:
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, Measure] = MEASURES
         self._loaded: list[Loaded] = []
+        self._rates: list[dict[str, float]] = []  # RATES of the same samples
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._own.streams, self._own.seed, self._executor)
@@ -109,7 +124,8 @@ class ServersSync:
             "servers": len(experiment.serving.servers),
             "streams": own.streams,
             "streamed": True,
-            "updates": {"idle": own.updates, "loaded": own.updates},
+            "updates": {"idle": own.updates, "loaded": own.updates, "stepped": own.steps},
+            "rollouts_per_step": rollouts_per_step(experiment),
             "requests_before_and_after": 2 * own.waves * own.streams,
             "completion_tokens": self._sampling.max_tokens,
             "seed": own.seed,
@@ -128,28 +144,35 @@ class ServersSync:
             async with LoopLagMonitor(LAG_HZ) as lag:
                 loaded, during = await streams.update_under_load(own.updates, WITHIN * alone_s)
         stream_s = statistics.median(streams.batches)
+        with span("stepped_updates"):
+            stepped = await self._streams().update_each_step(own.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
             after = await streams.run(lambda done: done < own.waves)
         _require_known(loaded)
         window = lag.take()
+        rates = {
+            "tokens_per_s_before": before,
+            "tokens_per_s_during": during,
+            "tokens_per_s_stepped": stepped,
+            "tokens_per_s_after": after,
+        }
         if index >= self._warmup and window is not None:
             ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
             self._loaded.append(Loaded(streams, loaded, ended - loaded[0].sent, window))
+            self._rates.append(rates)
         return {
             **times("idle", idle),
             **times("loaded", loaded),
             **{f"{part}_p50_ms": statistics.median(_part(loaded, part)) for part in PARTS},
-            "tokens_per_s_before": before,
-            "tokens_per_s_during": during,
-            "tokens_per_s_after": after,
+            **rates,
             "stream_p50_ms": stream_s * 1e3,
         }
 
     def derived(self) -> dict[str, float]:
         """Over the updates of all samples: how many, how many a second, and percentiles of their times. Then:
         connections that generation had; the fewest requests in flight at an update; the share of the versions that
-        served tokens; how many tokens came at a time; the lag of this process' event loop, its 99th percentile (median
-        over samples) and its worst."""
+        served tokens; how many tokens came at a time; what updates cost the streams; the lag of this process' event
+        loop, its 99th percentile (median over samples) and its worst."""
         samples = self._loaded
         updates = [update for sample in samples for update in sample.updates]
         found = {
@@ -167,6 +190,7 @@ class ServersSync:
             "in_flight_min": float(min(update.in_flight for update in updates)),
             "versions_served": statistics.median(served),
             "tokens_per_chunk": tokens / chunks,
+            **lost_shares(self._rates),
             "loop_lag_p99_ms": statistics.median(sample.lag.p99_s for sample in samples) * 1e3,
             "loop_lag_max_ms": max(sample.lag.max_s for sample in samples) * 1e3,
         }
