@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
+import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,18 @@ import pytest
 from kill_drill import small_experiment
 
 from pvg.experiment import build_experiment
+from pvg.game.ledger import Ledger
 from pvg.game.run import play
+from pvg.game.states import Phase
+from pvg.reporting.diagnosis import diagnose
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.event_loop import runner
 from pvg.telemetry.observer import Progress, SilentObserver
 
+SLOW_S = 0.05
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
 
 
@@ -41,6 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     plain = small_experiment().plain()
+    plain["rollout"]["max_tokens"] = 26  # some solutions are truncated, and some are not
     plain["telemetry"] |= {"device_every_s": 0.2, "metrics_port": port, "shortest_span_ms": 0.0}
     experiment = build_experiment(plain)
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "measured", experiment)
@@ -143,6 +152,71 @@ def test_the_event_log_pairs(measured: tuple[RunDirectory, Scraping]) -> None:
     assert events["rollout", "batch"] > 0
     assert events["loop", "lag"] == len(records(run, "loop"))
     assert events["run", "start"] == events["run", "stop"] == 1
+
+
+def logged(run: RunDirectory, tag: str, event: str) -> list[dict[str, str]]:
+    """The fields of one kind of line of the event log, in order."""
+    own = [line for line in run.events.read_text().splitlines() if line.startswith(f"[{tag}] ")]
+    found = [dict(part.split("=", 1) for part in shlex.split(line)[1:]) for line in own]
+    return [fields for fields in found if fields["event"] == event]
+
+
+def test_the_figures_of_the_event_log_are_what_the_run_did(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, _ = measured
+    (whole,) = records(run, "run")
+    told = [*records(run, "step"), *records(run, "phase")]
+    batches = logged(run, "gen", "batch.done")
+    decoded_ms = 1e3 * sum(record.get("busy", record["budget"]).get("decode", 0.0) for record in told)
+    assert decoded_ms <= sum(float(batch["dur_ms"]) for batch in batches) <= 1e3 * whole["seconds"]
+    assert all(float(batch["longest_ms"]) > 0 for batch in batches)
+    assert sum(int(batch["completions"]) for batch in batches) == sum(
+        len(RolloutShards(run.rollouts).read(path)) for path in run.rollouts.rglob("*.arrow")
+    )
+    truncated = [r["metrics"]["truncated"] for r in records(run, "step") if r["phase"] == "train_prover"]
+    assert any(0 < share < 1 for share in truncated)
+    assert truncated_by_phase(run)["train_prover"] == pytest.approx([100 * share for share in truncated], rel=1e-5)
+
+
+def truncated_by_phase(run: RunDirectory) -> dict[str, list[float]]:
+    """The percentages of the [rollout] lines, by the phase that was being played."""
+    phase, found = "", defaultdict[str, list[float]](list)
+    for line in run.events.read_text().splitlines():
+        fields = dict(part.split("=", 1) for part in shlex.split(line)[1:])
+        if line.startswith("[phase] "):
+            phase = fields["phase"]
+        elif line.startswith("[rollout] ") and fields["event"] == "batch":
+            found[phase].append(float(fields["trunc_pct"]))
+    return found
+
+
+def test_the_diagnosis_of_a_real_log_can_tell(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, _ = measured
+    found = diagnose([run.events])
+    assert found.not_seen == {}
+    assert found.tally.lines.malformed == 0
+    assert found.tally.load_known
+    done = logged(run, "weights", "client.done")
+    assert found.timings["queue_ms"].n == len(done)
+    assert found.timings["queue_ms"].total == pytest.approx(sum(float(line["queue_ms"]) for line in done), rel=1e-4)
+    waits = {finding.signature: finding for finding in found.findings}
+    if "front-end-queue" in waits:
+        assert waits["front-end-queue"].settings == ("rollout.concurrency",)
+
+
+def test_a_commit_is_logged_with_the_time_that_it_took(tmp_path: Path) -> None:
+    """The disk takes at least SLOW_S, so the line says so."""
+
+    class SlowDisk(ThreadPoolExecutor):
+        def submit(self, call: Any, /, *args: Any, **more: Any) -> Any:
+            return super().submit(lambda: (time.sleep(SLOW_S), call(*args, **more))[1])
+
+    experiment = small_experiment()
+    run = RunDirectory.create(tmp_path, "slow", experiment)
+    ledger = Ledger(run, experiment, "test", SlowDisk(1))
+    asyncio.run(ledger.commit(ledger.state.enter(Phase.MINT), ({}, {})))
+    ledger.close()
+    (line,) = logged(run, "ckpt", "write.done")
+    assert float(line["write_ms"]) >= 1e3 * SLOW_S
 
 
 def test_every_process_of_a_run_leaves_its_last_word(tmp_path: Path) -> None:
