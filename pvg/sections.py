@@ -480,6 +480,11 @@ class Telemetry(Section):
     sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
     zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same
     truncation: Fraction = 0.5  # alert above this share of rollouts that hit the length limit
+    weights_queue_ms: Positive = 1000.0  # alert when a weight update waits longer before the engine works on it
+    chance_auc: Fraction = 0.55  # alert when the verifier's AUC is at most this; 0.5 is chance
+    alert_command: Annotated[tuple[str, ...], Field(strict=False)] = ()  # program and arguments, run for each alert
+    # without a shell, with the alert as JSON on its standard input; empty: none
+    alert_command_s: Positive = 10.0  # the command is killed after this many seconds
 
 
 class Store(Section):
