@@ -31,6 +31,7 @@ from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
+from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.spans import Span, run_in
 
@@ -111,6 +112,7 @@ class Ledger:
         self._metrics.sync()
         self._spans.sync()
         state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
+        state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
         if finished is not None:
             self._write_manifest(state, finished)
         self._store.save(state.plain())
@@ -154,6 +156,7 @@ class Ledger:
             config_hash=after.config_hash,
             code_version=after.code_version,
             metrics=metrics,
+            peak_memory=after.peak_memory,
         )
 
     async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.request
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from pvg.game.ledger import Ledger
 from pvg.game.run import play
 from pvg.game.states import Phase
 from pvg.reporting.diagnosis import diagnose
+from pvg.reporting.run_summary import read_run
 from pvg.store.journal import read_json_lines
+from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.telemetry.catalogue import unknown_metrics
@@ -219,14 +222,22 @@ def test_a_commit_is_logged_with_the_time_that_it_took(tmp_path: Path) -> None:
     assert float(line["write_ms"]) >= 1e3 * SLOW_S
 
 
-def test_every_process_of_a_run_leaves_its_last_word(tmp_path: Path) -> None:
+def test_every_process_of_a_run_leaves_its_last_word_and_the_largest_peak_of_memory_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment = small_experiment()
+    peaks: list[Mapping[str, float]] = []
     run = RunDirectory.create(tmp_path, "stopped", experiment)
     for resume in (False, True):
         stop = asyncio.Event()
         observer = SilentObserver() if resume else StopSoon(stop)
         with run.lock():
             asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=resume))
+        peaks.append(read_manifests(run)[-1].peak_memory if resume else read_run(run).peak_memory)
+        # The resumed process holds less: the run's peak stays that of the first.
+        monkeypatch.setattr("pvg.game.ledger.peak_memory", lambda: {"rss_bytes": 1.0})
+    assert peaks[0]["rss_bytes"] > 1e8
+    assert peaks[1] == read_run(run).peak_memory == peaks[0]
     assert [record["status"] for record in records(run, "run")] == ["interrupted", "complete"]
     told = [(r["round"], r["phase"], r["step"]) for r in records(run, "step")]
     assert len(told) == len(set(told))

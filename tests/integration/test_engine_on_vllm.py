@@ -132,30 +132,33 @@ def teacher_forced(players: Players, request: GenerationRequest, completion: Com
 def test_updates_that_wait_behind_generation_are_diagnosed(
     folder: Path, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`weights.client = "shared"` and 4 connections for 24 requests: an update waits until one of them is free."""
+    """`weights.client = "shared"` and a few connections for 24 requests: an update waits for its turn among them."""
     for floor in ("FLOOR_TOTAL", "FLOOR_PER_HOST"):
         monkeypatch.setattr(f"pvg.serving.limits.{floor}", 4)
     path = folder / "queue.log"
 
     async def play(players: Players, kept: Kept) -> None:
         await players.publish(moved(players, 0.0), 1)
-        for version in range(2, 9):
-            wanted = [replace(one, id=f"{version}-{one.id}") for one in requests(players, 24, tokens=32)]
-            sampling = asyncio.create_task(all_of(players, wanted))
-            await asyncio.sleep(0)  # all are asked
-            await asyncio.sleep(0)
-            assert players.engine.requests_in_flight == len(wanted)
+        over, wanted = asyncio.Event(), requests(players, 24, tokens=32)
+
+        async def keep_asking(request: GenerationRequest) -> None:
+            for number in itertools.count():
+                if over.is_set():
+                    return
+                await players.engine.generate(replace(request, id=f"{request.id}-{number}"))
+
+        asking = [asyncio.create_task(keep_asking(request)) for request in wanted]
+        await asyncio.sleep(0)
+        for version in range(2, 8):
             await players.publish(moved(players, 0.01 * version), version)
-            await sampling
+        over.set()
+        await asyncio.gather(*asking)
 
     kept = KeptAndLogged(path)
-    run(
-        experiment(folder, server.url, weights__client="shared", rollout__concurrency=4, rollout__max_rows=4),
-        play,
-        kept,
-    )
+    few = {"rollout__concurrency": 4, "rollout__max_rows": 4, "serving__probe_timeout_s": 60}
+    run(experiment(folder, server.url, weights__client="shared", **few), play, kept)
     kept.log.close()
-    assert [fields["inflight"] for fields in kept.named("client.send")][-7:] == [24] * 7
+    assert [fields["inflight"] for fields in kept.named("client.send")][-5:] == [24] * 5
     found = diagnose([path])
     assert found.tally.load_known
     (finding,) = [finding for finding in found.findings if finding.signature == "front-end-queue"]
