@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shlex
 import socket
 import time
@@ -35,16 +37,20 @@ UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded 
 
 
 class Scraping(SilentObserver):
-    """Reads the metrics endpoint once, in the middle of the run, as Prometheus would."""
+    """Reads the metrics endpoint at every step, as Prometheus would. `page` is the first with a step of the prover,
+    `served` are the names of all."""
 
     def __init__(self, port: int) -> None:
         self.port, self.page, self.steps = port, "", 0
+        self.served: set[str] = set()
 
     def progressed(self, progress: Progress) -> None:
         self.steps += 1
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as response:
+            page = response.read().decode()
+        self.served |= set(re.findall(r"^(pvg_\w+)[{ ]", page, re.MULTILINE))
         if not self.page and "reward_mean" in progress.metrics:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as response:
-                self.page = response.read().decode()
+            self.page = page
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +247,16 @@ def test_every_process_of_a_run_leaves_its_last_word_and_the_largest_peak_of_mem
     assert [record["status"] for record in records(run, "run")] == ["interrupted", "complete"]
     told = [(r["round"], r["phase"], r["step"]) for r in records(run, "step")]
     assert len(told) == len(set(told))
+
+
+def test_every_metric_that_the_grafana_dashboard_names_is_served(measured: tuple[RunDirectory, Scraping]) -> None:
+    _, observer = measured
+    dashboard = json.loads((Path(__file__).parent.parent.parent / "docs" / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    named = set(re.findall(r"\bpvg_\w+", " ".join(queries)))
+    assert len(named) > 30
+    here = {name for name in named if not name.startswith("pvg_device_gpu_")}  # those: test_grafana_dashboard.py
+    assert sorted(here - observer.served) == []
 
 
 def test_the_endpoint_served_the_metrics_while_the_run_was_played(measured: tuple[RunDirectory, Scraping]) -> None:
