@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Mapping
 from typing import Any, get_args
-from wsgiref.simple_server import make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer, _SilentHandler
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
@@ -47,7 +47,7 @@ PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a p
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
 
 
-CONNECTIONS = 16  # at once; Prometheus opens one at a time
+CONNECTIONS = 16  # at once; a scrape takes one
 LIMIT_S = 10.0  # for a whole request and its answer; Prometheus itself gives up after 10 s
 
 
@@ -95,6 +95,11 @@ class BoundedServer(ThreadingWSGIServer):
             super().handle_error(request, client_address)
 
 
+class QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: the terminal is the run's."""
+
+
 class MetricsEndpoint(MetricSink):
     """Serves from its own thread. Port 0 takes a free one: see `port` and `url`.
 
@@ -111,7 +116,7 @@ class MetricsEndpoint(MetricSink):
             self._alerts.labels(kind)  # from 0 on, so that a rate sees the first alert
         application = make_wsgi_app(self._registry)
         try:
-            self._server = make_server(host, port, application, BoundedServer, handler_class=_SilentHandler)
+            self._server = make_server(host, port, application, BoundedServer, handler_class=QuietHandler)
         except OSError as error:
             raise MissingRequirementError(
                 f"The metrics endpoint cannot listen on {host}:{port} ({error.strerror or error}).",

@@ -43,6 +43,10 @@ class Scraping(SilentObserver):
     def __init__(self, port: int) -> None:
         self.port, self.page, self.steps = port, "", 0
         self.served: set[str] = set()
+        self.alerts: list[tuple[str, str]] = []
+
+    def alerted(self, name: str, message: str) -> None:
+        self.alerts.append((name, message))
 
     def progressed(self, progress: Progress) -> None:
         self.steps += 1
@@ -60,6 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     plain = small_experiment().plain()
     plain["rollout"]["max_tokens"] = 26  # some solutions are truncated, and some are not
     plain["telemetry"] |= {"device_every_s": 0.2, "metrics_port": port, "shortest_span_ms": 0.0}
+    plain["telemetry"] |= {"chance_auc": 1.0, "weights_queue_ms": 1e-6}  # so that both are alerted of
     experiment = build_experiment(plain)
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "measured", experiment)
     observer = Scraping(port)
@@ -257,6 +262,21 @@ def test_every_metric_that_the_grafana_dashboard_names_is_served(measured: tuple
     assert len(named) > 30
     here = {name for name in named if not name.startswith("pvg_device_gpu_")}  # those: test_grafana_dashboard.py
     assert sorted(here - observer.served) == []
+
+
+def test_alerts_are_recorded_logged_and_counted(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, observer = measured
+    recorded = Counter(record["name"] for record in records(run, "alert"))
+    assert recorded["verifier_at_chance"] == 2  # at the end of each round's verifier phase
+    assert recorded["weights_queue"] == 2  # as it begins to hold in each prover phase
+    assert Counter(fields["name"] for fields in alert_lines(run)) == recorded
+    assert 'pvg_alerts_total{kind="verifier_at_chance"} 1.0' in observer.page
+    assert Counter(name for name, _ in observer.alerts) == recorded
+
+
+def alert_lines(run: RunDirectory) -> list[dict[str, str]]:
+    own = [line for line in run.events.read_text().splitlines() if line.startswith("[alert] ")]
+    return [dict(part.split("=", 1) for part in shlex.split(line)[1:] if "=" in part) for line in own]
 
 
 def test_the_endpoint_served_the_metrics_while_the_run_was_played(measured: tuple[RunDirectory, Scraping]) -> None:

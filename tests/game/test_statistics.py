@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pvg.game.round_evaluation import example_rows
 from pvg.game.statistics import Columns, play_metrics, sample_metrics, verifier_auc
 from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
 
@@ -50,6 +51,17 @@ def test_play_metrics_by_hand():
     assert found["score_gap"] == pytest.approx(0.5)
     assert found["malformed"] == pytest.approx(1 / 7)
     assert found["truncated"] == pytest.approx(1 / 7)
+
+
+def test_the_table_of_examples_has_flaws_by_score_then_the_least_believed_correct_ones():
+    rows = example_rows([each for each, _ in SAMPLE], columns())
+    assert [(row["role"], row["correct"], row["score"]) for row in rows] == [
+        ("sneaky", False, 0.5),
+        ("sneaky", False, -0.5),
+        ("helpful", True, -1.0),
+        ("helpful", True, 2.0),
+    ]
+    assert {row["solution"] for row in rows} == {"t"}
 
 
 def test_auc_counts_malformed_solutions_as_incorrect():
