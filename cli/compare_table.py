@@ -26,6 +26,7 @@ from pvg.bench.compare import (
     word,
 )
 from pvg.bench.statistics import RatioInterval
+from pvg.reporting.figures import peak_words
 from pvg.reporting.terminal import HEADING, QUIET
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
@@ -201,6 +202,9 @@ def notes(comparison: Comparison) -> list[str]:
     """What a reader should know of this comparison, a sentence each."""
     key = _one_key(comparison)
     found = [f"@: the value of {key}."] if key else []
+    of_a, of_b = ({name: pair[side] for name, pair in comparison.peak_memory.items()} for side in (0, 1))
+    for (what, one), (_, other) in zip(peak_words(of_a), peak_words(of_b), strict=True):
+        found.append(f"The {what} over the whole call: {one} in A, {other} in B (one value each, so no verdict).")
     if comparison.left_out:
         found.append(f"Left out: {'; '.join(comparison.left_out)}.")
     if any(metric.ratio is None for metric in comparison.metrics):

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pvg.extensions import Reference
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NotEmpty = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
 Folder = Annotated[Path, Field(strict=False)]  # TOML has no paths: text becomes one
@@ -503,6 +504,11 @@ class Telemetry(Section):
     sneaky_collapse: Fraction = 0.1  # alert below this share of role-aligned samples
     zero_signal: Fraction = 0.9  # alert above this share of groups whose rewards are all the same
     truncation: Fraction = 0.5  # alert above this share of rollouts that hit the length limit
+    weights_queue_ms: Positive = 1000.0  # alert when a weight update waits longer before the engine works on it
+    chance_auc: Fraction = 0.55  # alert when the verifier's AUC is at most this; 0.5 is chance
+    # Program and arguments, run for each alert without a shell; the alert is JSON on its standard input. Empty: none
+    alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = ()
+    alert_command_s: Positive = 10.0  # the command is killed after this many seconds
 
 
 class Store(Section):

@@ -89,7 +89,8 @@ class Side:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What two reports say of each other; `metrics` has what matters first. `tested` counts those that could differ,
-    `confidence` is that of each single interval, and `left_out` says what stands in one report only."""
+    `confidence` is that of each single interval, and `left_out` says what stands in one report only. `peak_memory`: by
+    name A's and B's bytes; with one value a side, no verdict follows from it."""
 
     a: Side
     b: Side
@@ -100,6 +101,7 @@ class Comparison:
     settings: tuple[Difference, ...]
     metrics: tuple[MetricComparison, ...]
     left_out: tuple[str, ...]
+    peak_memory: Mapping[str, tuple[float, float]]
     tested: int
     confidence: float
     fail_above: float | None
@@ -154,6 +156,9 @@ def compare_reports(
         settings=tuple(_settings(a, b)),
         metrics=tuple(sorted(compared, key=_importance)),
         left_out=tuple(left_out),
+        peak_memory={
+            name: (most, b.peak_memory[name]) for name, most in a.peak_memory.items() if name in b.peak_memory
+        },
         tested=tested,
         confidence=1 - risk,
         fail_above=fail_above,

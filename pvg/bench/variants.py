@@ -30,6 +30,7 @@ from pvg.bench.runner import OnSample, Trial, run_trials
 from pvg.errors import ConfigurationError, PvgError
 from pvg.experiment import Experiment
 from pvg.serving.control import ServerInfo
+from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import DeviceClock
 
 __all__ = ["Choice", "Plan", "Result", "common_work", "on_loop", "plan_bench", "run_plan"]
@@ -96,6 +97,7 @@ def run_plan(
         warmup=profile.warmup,
         repeats=profile.repeats,
         variants=variants,
+        peak_memory=peak_memory(),
     )
     failed = next((trial.error for trial in trials if trial.error is not None), None)
     return Result(report, failed.exit_code if failed is not None else 0)

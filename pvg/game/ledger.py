@@ -32,6 +32,7 @@ from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
+from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.spans import Span, run_in, submit_in
 
@@ -139,6 +140,7 @@ class Ledger:
         state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
         self._metrics.sync()
         self._spans.sync()
+        state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
         if finished is not None:
             self._write_manifest(state, finished)
         self._store.save(state.plain())
@@ -184,6 +186,7 @@ class Ledger:
             code_version=after.code_version,
             metrics=metrics,
             machine=after.machine,
+            peak_memory=after.peak_memory,
         )
 
     async def save_weights(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:

@@ -7,8 +7,10 @@ round's prover is represented by the samples it gave at its own checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from pvg.game.challenge import environment_of
 from pvg.game.mint import load_source
@@ -21,6 +23,8 @@ from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.telemetry.spans import span
 from pvg.verifier.measures import auc
 from pvg.verifier.scorer import VerifierScorer
+
+EXAMPLES = 8  # of each kind, in the table of a round
 
 
 async def checkpoint(session: Session) -> None:
@@ -53,6 +57,8 @@ async def checkpoint(session: Session) -> None:
     session.report_step(info, info.total, metrics)
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
+    if session.monitoring is not None:
+        session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))  # its samples came last
     # One commit for the metrics and the move: a kill between two would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
     await session.leave_phase(replace(_next(session), version=version, rounds=rounds))
@@ -121,6 +127,29 @@ async def _round_metrics(
         metrics["fooled_rate_previous"] = share(before.scores_N >= threshold, before.flaws_N)
         metrics["verifier_auc_previous"] = auc(own.scores_N[own.solutions_N], before.scores_N[before.flaws_N])
     return metrics
+
+
+def example_rows(rollouts: Sequence[Rollout], own: Columns) -> list[dict[str, object]]:
+    """Solutions for a table: the flaws with the highest scores, then the correct solutions with the lowest; at most
+    EXAMPLES of each."""
+    flaws_E = np.flatnonzero(own.flaws_N)
+    correct_E = np.flatnonzero(own.solutions_N)
+    chosen_E = [
+        *flaws_E[np.argsort(-own.scores_N[flaws_E], kind="stable")][:EXAMPLES],
+        *correct_E[np.argsort(own.scores_N[correct_E], kind="stable")][:EXAMPLES],
+    ]
+    return [
+        {
+            "role": rollout.role.value,
+            "question": rollout.question,
+            "solution": rollout.text,
+            "reference": rollout.reference,
+            "correct": rollout.grade.correct,
+            "score": float(own.scores_N[index]),
+        }
+        for index in chosen_E
+        for rollout in (rollouts[index],)
+    ]
 
 
 async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> Columns:

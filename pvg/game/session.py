@@ -18,7 +18,7 @@ from pvg.records import Group, Half, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
-from pvg.telemetry.alerts import Alert
+from pvg.telemetry.alerts import Alert, verifier_at_chance
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import StepBudget, Tracer, add_seconds, span
 from pvg.telemetry.training_time import trained_seconds
@@ -137,6 +137,8 @@ class Session:
         place = {"round": info.round, "phase": info.phase}
         self.ledger.record("phase", **place, seconds=seconds, metrics=self.phase_metrics, budget=outside)
         self._record_spans(**place, step=info.total)
+        if info.phase == "train_verifier" and (chance := verifier_at_chance(metrics, self.experiment.telemetry)):
+            self.alert([chance], info.total)
         if self.monitoring is not None:
             self.monitoring.phase(info.round, info.phase, metrics)
         self.observer.phase_finished(info, metrics)
@@ -179,18 +181,20 @@ class Session:
         )
 
     def alert(self, alerts: Sequence[Alert], step: int) -> None:
-        state = self.state
         for alert in alerts:
-            self.ledger.record(
-                "alert",
-                round=state.round,
-                phase=state.phase.value,
-                step=step,
-                name=alert.name,
-                message=alert.message,
-            )
-            self.ledger.log.event("alert", name=alert.name, message=alert.message, step=step)
-            self.observer.alerted(alert.name, alert.message)
+            self.record_alert(alert, step)
+            self.announce(alert, step)
+
+    def record_alert(self, alert: Alert, step: int) -> None:
+        place = {"round": self.state.round, "phase": self.state.phase.value, "step": step}
+        self.ledger.record("alert", **place, name=alert.name, message=alert.message)
+
+    def announce(self, alert: Alert, step: int) -> None:
+        """Log and show an alert, and send it to the sinks. May be called from any thread."""
+        self.ledger.log.event("alert", name=alert.name, message=alert.message, step=step)
+        self.observer.alerted(alert.name, alert.message)
+        if self.monitoring is not None:
+            self.monitoring.send(alert)
 
     # --- committing --------------------------------------------------------------------------------------------
 

@@ -45,7 +45,8 @@ class GameState:
     `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
     metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files. `machine` is
     what the last bits of every result depend on: torch, device, threads. `own_code` are the digests of the user's files
-    that the experiment names (pvg.extensions).
+    that the experiment names (pvg.extensions). `peak_memory` is the most that any process of the run held, in bytes
+    (pvg.telemetry.device.peak_memory), up to its last commit.
     """
 
     config_hash: str
@@ -63,6 +64,7 @@ class GameState:
     offsets: Mapping[str, int] = field(default_factory=dict)
     machine: str = ""
     own_code: Mapping[str, str] = field(default_factory=dict)
+    peak_memory: Mapping[str, float] = field(default_factory=dict)
 
     def enter(self, phase: Phase, *, round_: int | None = None) -> GameState:
         """The state at the start of `phase`. Raises StateError naming both sides when the game has no such move."""
@@ -93,6 +95,7 @@ class GameState:
             "offsets": dict(self.offsets),
             "machine": self.machine,
             "own_code": dict(self.own_code),
+            "peak_memory": dict(self.peak_memory),
         }
 
     @classmethod

@@ -166,6 +166,14 @@ def short_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if size < 59.995 else clock(seconds)
 
 
+PEAKS = {"rss_bytes": "peak resident memory of a process", "gpu_bytes": "peak memory on a GPU"}
+
+
+def peak_words(peaks: Mapping[str, float]) -> list[tuple[str, str]]:
+    """A run's or a benchmark's peak memory as (what, how much)."""
+    return [(what, byte_size(peaks[name])) for name, what in PEAKS.items() if name in peaks]
+
+
 def byte_size(count: float) -> str:
     """1_288_490_189 -> `1.20 GiB`."""
     size = abs(count)

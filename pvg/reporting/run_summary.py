@@ -103,7 +103,8 @@ class RunSummary:
 
     `budget` is seconds by part over all steps, largest first and `unaccounted` last, and `busy` the same with the work
     that other work has hidden (empty where nothing recorded it); `notes` are the reader's remarks on files that are
-    torn or damaged. `machine` and `code_version` are those of the last commit, `began` is the time of the first record.
+    torn or damaged. `machine` and `code_version` are those of the last commit, `began` is the time of the first record;
+    `peak_memory` is the most that any process of the run held, in bytes, up to the last commit.
     """
 
     name: str
@@ -126,6 +127,7 @@ class RunSummary:
     machine: str = ""
     code_version: str = ""
     began: float | None = None
+    peak_memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def hidden(self) -> dict[str, float]:
@@ -185,6 +187,7 @@ def read_run(run: RunDirectory) -> RunSummary:
         processes=[_process(record) for record in records if record["kind"] == "run"],
         machine=str(state.get("machine", "")),
         code_version=str(state.get("code_version", "")),
+        peak_memory=_finite(state.get("peak_memory", {})),
         began=next((float(r["time"]) for r in records if isinstance(r.get("time"), (int, float))), None),
     )
 

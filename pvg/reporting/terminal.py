@@ -21,6 +21,7 @@ from pvg.reporting.figures import (
     byte_size,
     duration,
     figure,
+    peak_words,
     phase_label,
     short_seconds,
     shown,
@@ -300,7 +301,7 @@ def overlap_table(summary: RunSummary) -> Table:
 
 
 def machine_table(summary: RunSummary) -> Table | None:
-    """One line on the device and one on the event loop; None for runs that recorded neither."""
+    """One line each on the device, the peak memory and the event loop; None for runs that recorded none of them."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
@@ -316,6 +317,8 @@ def machine_table(summary: RunSummary) -> Table | None:
         found += [f"GPU {name[3:].split('_')[0]} {percent_short(device[name]['mean'])}" for name in gpus]
         curve = [reading.metrics["cpu"] for reading in summary.device if "cpu" in reading.metrics]
         table.add_row("device", ", ".join(found), sparkline(curve, MACHINE_BARS, 0.1))
+    if summary.peak_memory:
+        table.add_row("memory", ", ".join(f"{what} {size}" for what, size in peak_words(summary.peak_memory)), "")
     lags = lag(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]

@@ -173,6 +173,11 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
+    def requests_in_flight(self) -> int:
+        """Requests that were asked for and have not ended. 0 for an engine that does not count them."""
+        return 0
+
+    @property
     def max_in_flight(self) -> int:
         """Most requests the engine accepts at once; the dispatcher asserts at start that its concurrency fits."""
         ...

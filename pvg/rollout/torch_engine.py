@@ -133,6 +133,10 @@ class TorchEngine(Engine):
         return self._version
 
     @property
+    def requests_in_flight(self) -> int:
+        return self._in_flight
+
+    @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
 

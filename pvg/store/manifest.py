@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ MANIFEST_SCHEMA = 1
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`inputs` and `outputs` name files (and whatever identifies them); `finished` is in seconds since 1970.
+    `peak_memory`: the most that any process of the run had held by then, in bytes; empty in manifests that an older
+    pvg wrote.
 
     A metric that is NaN or infinite reads back as None. `machine` names what the last bits of the results depend on:
     torch, device and threads ("" in the manifests of older versions).
@@ -34,6 +36,7 @@ class Manifest:
     finished: float
     schema: int = MANIFEST_SCHEMA
     machine: str = ""
+    peak_memory: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_manifest(
@@ -45,14 +48,15 @@ def write_manifest(
     config_hash: str,
     code_version: str,
     metrics: Mapping[str, float | None],
+    peak_memory: Mapping[str, float],
     machine: str = "",
 ) -> Path:
     """Write `manifest/round-002-train_prover.json`, atomically.
 
     A phase that is finished again after a kill before its commit replaces its manifest.
     """
-    now = time.time()
-    manifest = Manifest(round_, phase, inputs, outputs, config_hash, code_version, metrics, now, machine=machine)
+    given = (round_, phase, inputs, outputs, config_hash, code_version, metrics)
+    manifest = Manifest(*given, finished=time.time(), peak_memory=peak_memory, machine=machine)
     path = run.manifest / f"round-{round_:03d}-{phase}.json"
     make_directory(run.manifest)
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY

@@ -1,4 +1,4 @@
-"""Known failure modes of the game, seen in its metrics.
+"""Known failure modes of the game, seen in its metrics. docs/runbook.md says of each kind what it means and what to do.
 
 Each check is a pure function of the step's metrics and of a little history; an alert is raised when its condition
 begins to hold and again only after it has ceased to, so that a long illness is one line and not a thousand.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pvg.sections import Telemetry
 
@@ -17,12 +17,34 @@ EMA_DECAY = 0.8  # about the last five batches: one odd batch raises no alert
 GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed
 
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
+# Alerts about a metric that not every step has. A step without it says nothing: the alert goes on to hold.
+OF_ONE_METRIC = {"weights_queue": "weights_queue_s", "verifier_at_chance": "verifier_auc"}
 AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated")
+
+
+AlertKind = Literal[
+    "calibration",
+    "collapse",
+    "goodharting",
+    "loop_lag_max",
+    "loop_lag_p90",
+    "loop_lag_p99",
+    "nan",
+    "source_excluded",
+    "stall",
+    "truncation",
+    "unpaired",
+    "verifier_at_chance",
+    "weights_queue",
+    "zero_signal",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    name: str
+    """`name` is the kind; every kind has a section in docs/runbook.md."""
+
+    name: AlertKind
     message: str
 
 
@@ -43,7 +65,8 @@ class Alerts:
             self._average(metrics)
         found = self._conditions(metrics)
         new = [alert for condition, alert in found.items() if condition not in self.active]
-        self.active = set(found)
+        unknown = {kind for kind, metric in OF_ONE_METRIC.items() if metric not in metrics}
+        self.active = set(found) | (self.active & unknown)
         return new
 
     def state(self) -> dict[str, Any]:
@@ -93,4 +116,31 @@ class Alerts:
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
             message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the verifier is beaten."
             found["goodharting"] = Alert("goodharting", message)
+        for alert in (weights_queue(metrics, limits), verifier_at_chance(metrics, limits)):
+            if alert is not None:
+                found[alert.name] = alert
         return found
+
+
+def weights_queue(metrics: Mapping[str, float], limits: Telemetry) -> Alert | None:
+    """An alert if the step's weight update waited for longer than `telemetry.weights_queue_ms`."""
+    waited_ms = 1e3 * metrics.get("weights_queue_s", 0.0)
+    if not waited_ms > limits.weights_queue_ms:
+        return None
+    return Alert(
+        "weights_queue",
+        f"A weight update waited {waited_ms:,.0f} ms before the engine worked on it, above "
+        f"telemetry.weights_queue_ms = {limits.weights_queue_ms:g}. `pvg diagnose` shows what it waited for.",
+    )
+
+
+def verifier_at_chance(metrics: Mapping[str, float], limits: Telemetry) -> Alert | None:
+    """An alert if the verifier's AUC is at most `telemetry.chance_auc`. Metrics without an AUC give none."""
+    auc = metrics.get("verifier_auc", math.nan)
+    if not auc <= limits.chance_auc:
+        return None
+    return Alert(
+        "verifier_at_chance",
+        f"The verifier cannot tell correct from wrong solutions: its AUC is {auc:.2f}, and 0.5 is chance "
+        f"(telemetry.chance_auc = {limits.chance_auc:g}).",
+    )

@@ -13,11 +13,14 @@ same; a GPU that stops answering is dropped with one notice.
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import psutil
 
@@ -33,8 +36,8 @@ class GpuUnavailableError(Exception):
 
 
 class Gpu(Protocol):
-    """One GPU: `read` returns what it offers of utilisation and sm_activity (0..1), memory_bytes, memory_total_bytes
-    and power_w, and raises GpuUnavailableError once it no longer answers."""
+    """One GPU: `read` returns what it offers of utilisation, memory_activity and GPM's shares (0..1), memory_bytes,
+    memory_total_bytes and power_w, and raises GpuUnavailableError once it no longer answers."""
 
     def read(self) -> dict[str, float]: ...
 
@@ -161,6 +164,40 @@ class HostReader:
         return seconds, rss
 
 
+def peak_memory() -> dict[str, float]:
+    """The most memory that this process has held since it began, by the system's own count: rss_bytes, and, where
+    this process has used CUDA, gpu_bytes, which torch's allocator took from the fullest GPU."""
+    peaks = {"rss_bytes": float(_peak_rss())}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        peaks["gpu_bytes"] = float(max(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count()))))
+    return peaks
+
+
+def larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """Of every peak the larger one."""
+    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in sorted({*one, *other})}
+
+
+def _peak_rss() -> int:
+    """Bytes. On Linux from /proc: getrusage would count what the parent held before this program was started."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return _peak_rss_elsewhere()
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else _peak_rss_elsewhere()
+
+
+def _peak_rss_elsewhere() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # kB everywhere but there
+
+
 def _machine_seconds() -> tuple[float, float]:
     """(busy, all) CPU seconds of the machine since it was started."""
     times = psutil.cpu_times()
@@ -213,17 +250,17 @@ class NvmlGpu:
         self._nvml = nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
         self._absent: set[Callable[[], dict[str, float]]] = set()
-        self._activity: SmActivity | None = None
+        self._gpm: GpmShares | None = None
         nvml.nvmlInit()
         try:
-            self._activity = SmActivity.open(nvml, self._handle)
+            self._gpm = GpmShares.open(nvml, self._handle)
         except nvml.NVMLError:
             nvml.nvmlShutdown()
             raise
 
     def read(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for read in (self._utilisation, self._memory, self._power, self._sm_activity):
+        for read in (self._utilisation, self._memory, self._power, self._gpm_shares):
             if read in self._absent:
                 continue
             try:
@@ -236,14 +273,16 @@ class NvmlGpu:
 
     def close(self) -> None:
         try:
-            if self._activity is not None:
-                self._activity.close()
+            if self._gpm is not None:
+                self._gpm.close()
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
             return  # a lost GPU cannot be told good-bye, and who dropped it has said so
 
     def _utilisation(self) -> dict[str, float]:
-        return {"utilisation": self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100}
+        """Shares of time, as the driver samples it: neither says how much of the GPU was at work."""
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        return {"utilisation": rates.gpu / 100, "memory_activity": rates.memory / 100}
 
     def _memory(self) -> dict[str, float]:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
@@ -252,13 +291,22 @@ class NvmlGpu:
     def _power(self) -> dict[str, float]:
         return {"power_w": self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000}
 
-    def _sm_activity(self) -> dict[str, float]:
-        share = self._activity.read() if self._activity is not None else None
-        return {} if share is None else {"sm_activity": share}
+    def _gpm_shares(self) -> dict[str, float]:
+        return self._gpm.read() if self._gpm is not None else {}
 
 
-class SmActivity:
-    """The share of streaming multiprocessors that were busy between two reads: NVML's GPM metrics, Hopper and later."""
+class GpmShares:
+    """Shares between two reads from NVML's GPM metrics (Hopper and later), each averaged over the time between.
+
+    sm_activity: streaming multiprocessors (SMs) with at least one warp; sm_occupancy: warps on the SMs, of the most
+    that fit; memory_bandwidth: bytes moved to and from the GPU's memory, of the most that it can move.
+    """
+
+    METRICS: ClassVar = {
+        "sm_activity": "NVML_GPM_METRIC_SM_UTIL",
+        "sm_occupancy": "NVML_GPM_METRIC_SM_OCCUPANCY",
+        "memory_bandwidth": "NVML_GPM_METRIC_DRAM_BW_UTIL",
+    }
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -266,7 +314,7 @@ class SmActivity:
         self._filled = False
 
     @classmethod
-    def open(cls, nvml: Any, handle: Any) -> SmActivity | None:
+    def open(cls, nvml: Any, handle: Any) -> GpmShares | None:
         """None where the GPU or its driver has no GPM metrics."""
         try:
             supported = nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice
@@ -274,20 +322,25 @@ class SmActivity:
             return None
         return cls(nvml, handle) if supported else None
 
-    def read(self) -> float | None:
-        """0..1 since the last read; None in the first, and where the driver has no value for the time between."""
+    def read(self) -> dict[str, float]:
+        """0..1 by name since the last read. Empty in the first; without those that the driver has no value for."""
         nvml = self._nvml
         nvml.nvmlGpmSampleGet(self._handle, self._newer)
         filled, self._filled = self._filled, True
         self._older, self._newer = self._newer, self._older
         if not filled:
-            return None
+            return {}
         wanted = nvml.c_nvmlGpmMetricsGet_t()
-        wanted.version, wanted.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
+        wanted.version, wanted.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self.METRICS)
         wanted.sample1, wanted.sample2 = self._newer, self._older  # they have been swapped
-        wanted.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
-        found = nvml.nvmlGpmMetricsGet(wanted).metrics[0]
-        return float(found.value) / 100 if found.nvmlReturn == nvml.NVML_SUCCESS else None
+        for place, constant in enumerate(self.METRICS.values()):
+            wanted.metrics[place].metricId = getattr(nvml, constant)
+        found = nvml.nvmlGpmMetricsGet(wanted).metrics
+        return {
+            name: float(found[place].value) / 100
+            for place, name in enumerate(self.METRICS)
+            if found[place].nvmlReturn == nvml.NVML_SUCCESS
+        }
 
     def close(self) -> None:
         self._nvml.nvmlGpmSampleFree(self._older)

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from pvg.sections import Telemetry
-from pvg.telemetry.alerts import Alert
+from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime
 
 
@@ -126,10 +129,10 @@ class LoopLagMonitor:
 
 def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = None) -> list[Alert]:
     """One alert for each threshold of `section` that the window exceeds. `cores`: of the same window; None: unknown."""
-    measured = {
-        "p90": (window.p90_s, section.loop_lag_p90_s),
-        "p99": (window.p99_s, section.loop_lag_p99_s),
-        "max": (window.max_s, section.loop_lag_max_s),
+    measured: dict[AlertKind, tuple[float, float]] = {
+        "loop_lag_p90": (window.p90_s, section.loop_lag_p90_s),
+        "loop_lag_p99": (window.p99_s, section.loop_lag_p99_s),
+        "loop_lag_max": (window.max_s, section.loop_lag_max_s),
     }
     if cores is not None and cores.shared:
         reason = (
@@ -140,10 +143,70 @@ def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = Non
         reason = "Something computes on the event loop that should run in a thread."
     return [
         Alert(
-            f"loop_lag_{name}",
-            f"The event loop was late: {name} of its lag is {lag_s:.3g} s, above telemetry.loop_lag_{name}_s = "
-            f"{limit_s:g} s. {reason}",
+            kind,
+            f"The event loop was late: {kind.removeprefix('loop_lag_')} of its lag is {lag_s:.3g} s, above "
+            f"telemetry.{kind}_s = {limit_s:g} s. {reason}",
         )
-        for name, (lag_s, limit_s) in measured.items()
+        for kind, (lag_s, limit_s) in measured.items()
         if lag_s > limit_s
     ]
+
+
+class Heartbeat:
+    """Watches the event loop and the run from a thread, so that it can report a loop that is blocked at the moment.
+
+    `beat` is called on the loop; while it has not come back for longer than `limit_s`, the loop counts as blocked.
+    `on_look(blocked)` is called in the thread at every look; `blocked` is None, or an alert that names the code that
+    blocks the loop.
+    """
+
+    def __init__(self, section: Telemetry, on_look: Callable[[Alert | None], None]) -> None:
+        self._limit_s = section.loop_lag_max_s
+        self._every_s = min(1.0, section.loop_lag_max_s / 4, section.stall_s / 4)
+        self._on_look = on_look
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._answered = True
+
+    def start(self) -> None:
+        """Start the thread. Must be called on the event loop that it shall watch."""
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        asked = time.monotonic()
+        while not self._stopping.wait(self._every_s):
+            now = time.monotonic()
+            if self._answered:
+                self._answered, asked = False, now
+                try:
+                    self._loop.call_soon_threadsafe(self._answer)
+                except RuntimeError:  # the loop is closed: there is nothing left to watch
+                    return
+            waited = now - asked
+            self._on_look(self._blocked(waited) if waited > self._limit_s else None)
+
+    def _answer(self) -> None:
+        self._answered = True
+
+    def _blocked(self, waited: float) -> Alert:
+        return Alert(
+            "loop_lag_max",
+            f"The event loop has been blocked for {waited:.0f} s, above telemetry.loop_lag_max_s = {self._limit_s:g} "
+            f"s. It is in {self._place()}.",
+        )
+
+    def _place(self) -> str:
+        """`decode (pvg/rollout/lean.py:123)`: the innermost Python function of the loop's thread."""
+        frame = sys._current_frames().get(self._loop_thread)
+        if frame is None:
+            return "a thread that has ended"
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -3,27 +3,38 @@
     async with Monitoring(experiment.telemetry, record=ledger.record, log=ledger.log.line, ...) as monitoring:
         monitoring.step(round_, phase, step, metrics, budget.exposed, budget.busy)
 
-Invariants: everything that is handed in is called from the event loop's thread, and never after the block is left,
-however it is left; what was started is stopped with it; nothing here changes what a run computes. The one error that
-surfaces from it is one that `record` or `log` raise, such as a full disk: at the next step, or at the end of the block.
+Invariants: everything that is handed in but `announce` is called from the event loop's thread, and nothing after the
+block is left, however it is left; what was started is stopped with it; nothing here changes what a run computes. The
+one error that surfaces from it is one that `record`, `log` or `announce` raise, such as a full disk: at the next step,
+or at the end of the block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pvg.sections import Telemetry
-from pvg.telemetry.alerts import Alert
+from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime, CoreWaits, crowding
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.events import format_event
-from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor, warnings
-from pvg.telemetry.sinks import MetricPoint, MetricSink, Opening, SinkBoard, open_sinks
+from pvg.telemetry.loop_lag import Heartbeat, LagWindow, LoopLagMonitor, warnings
+from pvg.telemetry.sinks import (
+    AlertCommand,
+    AlertPoint,
+    ExamplesPoint,
+    MetricPoint,
+    MetricSink,
+    Opening,
+    SinkBoard,
+    open_sinks,
+)
 
 if TYPE_CHECKING:
     from pvg.telemetry.prometheus import MetricsEndpoint
@@ -36,8 +47,9 @@ class Monitoring:
     """Watches one process of a run.
 
     `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` a sentence for the
-    user, `alert` a warning as it begins to hold. `first_step` is how many steps earlier processes of the run have
-    played: the step axis of the sinks goes on from there.
+    user. An alert that begins to hold is told twice: `announce` shows it and may be called from any thread, also while
+    the loop is blocked; `alert` records it, on the loop. `first_step` is how many steps earlier processes of the
+    run have played: the step axis of the sinks goes on from there.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class Monitoring:
         record: Callable[..., None],
         log: Callable[[str], None],
         notice: Callable[[str], None],
+        announce: Callable[[Alert], None],
         alert: Callable[[Alert], None],
         run_directory: Path,
         name: str,
@@ -54,21 +67,26 @@ class Monitoring:
         first_step: int = 0,
     ) -> None:
         self._section = section
-        self._record, self._log, self._notice, self._alert = record, log, notice, alert
+        self._record, self._log, self._notice = record, log, notice
+        self._announce, self._alert = announce, alert
+        self._name = name
         self._opening = Opening(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
         self._held: set[str] = set()  # the alerts that hold
+        self._holding = threading.Lock()  # the heartbeat adds to them too
         self._failure: Exception | None = None
         self._open = False
         self._board: SinkBoard | None = None
+        self._commands: SinkBoard | None = None  # apart, so that a slow command does not hold up the metrics
         self._sampler = DeviceSampler(section.device_every_s, self._sampled, self._noticed)
         self._lag = LoopLagMonitor(section.loop_lag_hz)
         self._waits = CoreWaits()  # of the windows of the lag
         self._crowded = 0  # samples in a row in which the cores were shared
         self._crowding_told = False
+        self._heartbeat = Heartbeat(section, self._looked)
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._endpoint: MetricsEndpoint | None = None
@@ -86,8 +104,12 @@ class Monitoring:
         self._open = True
         if sinks:
             self._board = SinkBoard(sinks, self._noticed)
+        if self._section.alert_command:
+            command = AlertCommand(self._section.alert_command, self._section.alert_command_s, self._noticed)
+            self._commands = SinkBoard({"alert command": command}, self._noticed)
         self._sampler.start()
         self._lag.start()
+        self._heartbeat.start()
         self._reporter = self._loop.create_task(self._report(), name="loop lag reports")
         return self
 
@@ -96,6 +118,7 @@ class Monitoring:
     ) -> None:
         assert self._reporter is not None
         try:
+            self._heartbeat.stop()
             self._sampler.stop()
             self._reporter.cancel()
             await asyncio.wait([self._reporter])
@@ -105,11 +128,15 @@ class Monitoring:
             if self._board is not None:
                 # In a thread, so that the display goes on, and Ctrl-C works, while a sink uploads its last points.
                 await asyncio.to_thread(self._board.close)
+            if self._commands is not None:
+                await asyncio.to_thread(self._commands.close)
         finally:
             self._open = False
+            self._heartbeat.stop()
             self._lag.cancel()
-            if self._board is not None:
-                self._board.close(limit_s=1.0)  # closed already, unless the wait for it was cancelled
+            for board in (self._board, self._commands):
+                if board is not None:
+                    board.close(limit_s=1.0)  # closed already, unless the wait for it was cancelled
             if self._endpoint is not None:
                 self._endpoint.close()  # also where another sink hangs before it
         if self._failure is not None:
@@ -160,6 +187,19 @@ class Monitoring:
         self._place = (round_, self._place[1])
         self._write({f"round/{name}": value for name, value in metrics.items()})
 
+    def send(self, alert: Alert) -> None:
+        """Hand an alert to the sinks and to the alert command. May be called from any thread; returns at once."""
+        round_, phase = self._place
+        point = AlertPoint(time.time(), self._steps, round_, phase, alert.name, alert.message, self._name)
+        for board in (self._board, self._commands):
+            if board is not None:
+                board.alert(point)
+
+    def examples(self, round_: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Hand example solutions of a round to the sinks that show tables."""
+        if self._board is not None and rows:
+            self._board.examples(ExamplesPoint(self._steps, round_, tuple(rows)))
+
     def _write(self, metrics: Mapping[str, float], at: float | None = None, *, whole: bool = True) -> None:
         if self._board is not None:
             round_, phase = self._place
@@ -185,16 +225,30 @@ class Monitoring:
         while True:
             await asyncio.sleep(self._section.device_every_s)
             self._tell_lag()
-            self._told(self._look_for_stall)
 
-    def _look_for_stall(self) -> None:
+    def _looked(self, blocked: Alert | None) -> None:
+        """Called from the heartbeat's thread."""
+        if blocked is not None:
+            self._begin(blocked)
         waited = time.monotonic() - self._stepped
-        if waited <= self._section.stall_s:
-            self._held.discard("stall")
-        elif "stall" not in self._held:
-            self._held.add("stall")
+        if waited > self._section.stall_s:
             message = f"No step has ended for {waited:.0f} s: the run stands still, or its steps are that long."
-            self._alert(Alert("stall", message))
+            self._begin(Alert("stall", message))
+        else:
+            self._end("stall")
+
+    def _begin(self, alert: Alert) -> None:
+        """Tell of an alert from any thread, unless it holds already."""
+        with self._holding:
+            if alert.name in self._held:
+                return
+            self._held.add(alert.name)
+        self._told(self._announce, alert)
+        self._in_loop(self._told, self._alert, alert)
+
+    def _end(self, name: AlertKind) -> None:
+        with self._holding:
+            self._held.discard(name)
 
     def _tell_lag(self) -> None:
         if (window := self._lag.take()) is not None:
@@ -208,10 +262,12 @@ class Monitoring:
         fields = milliseconds | {"samples": window.samples, "period_ms": period_ms}
         self._log(format_event("loop", event="lag", **fields, **({} if cores is None else cores.event_fields())))
         alerts = {alert.name: alert for alert in warnings(window, self._section, cores)}
-        for name, alert in alerts.items():
-            if name not in self._held:
-                self._alert(alert)
-        self._held = set(alerts) | (self._held & {"stall"})
+        with self._holding:
+            new = [alert for name, alert in alerts.items() if name not in self._held]
+            self._held = set(alerts) | (self._held & {"stall"})
+        for alert in new:
+            self._announce(alert)
+            self._alert(alert)
         self._write({f"loop/{name}": value for name, value in metrics.items()})
 
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:

@@ -1,6 +1,7 @@
 """How a run tells whoever watches what it is doing: the live display, a test, or nobody.
 
-A run calls an observer from its event loop, often; an observer must return at once and must not raise.
+A run calls an observer from its event loop, often; an observer must return at once and must not raise. Only `alerted`
+may be called from another thread: an alert about a blocked loop cannot wait for the loop.
 """
 
 from __future__ import annotations

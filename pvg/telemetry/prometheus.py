@@ -5,20 +5,28 @@
     endpoint.close()
 
 Invariants: listens on the loopback interface unless told otherwise; shows what the newest point of its kind held, so
-that a GPU that is gone or a share that has no value any more is no longer shown; `close` frees the port.
+that a GPU that is gone or a share that has no value any more is no longer shown; no client keeps a connection for
+longer than LIMIT_S, and there are at most CONNECTIONS at once; `close` frees the port.
 """
 
 from __future__ import annotations
 
 import re
+import socket
+import sys
 import threading
+import time
 from collections.abc import Mapping
+from typing import Any, get_args
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
+from pvg.telemetry.alerts import AlertKind
 from pvg.telemetry.catalogue import metric
-from pvg.telemetry.sinks import MetricPoint
+from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 # Unit of the catalogue -> (how a name may end with it already, Prometheus's suffix). Base units, as Prometheus asks.
 SUFFIXES = {
@@ -40,7 +48,60 @@ PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a p
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
 
 
-class MetricsEndpoint:
+CONNECTIONS = 16  # at once; a scrape takes one
+LIMIT_S = 10.0  # for a whole request and its answer; Prometheus itself gives up after 10 s
+
+
+class BoundedServer(ThreadingWSGIServer):
+    """A thread per connection. A connection that is one too many is closed at once, one that takes too long as soon as
+    the server's loop looks at it, every half second."""
+
+    limit_s = LIMIT_S
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._began: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        super().__init__(*args, **more)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        with self._lock:
+            free = len(self._began) < CONNECTIONS
+            if free:
+                self._began[request] = time.monotonic()
+            return free
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        self.end_connections(self.limit_s)
+
+    def end_connections(self, limit_s: float = 0.0) -> None:
+        """End those that have been open for longer than `limit_s`: their threads then find the socket at its end."""
+        now = time.monotonic()
+        with self._lock:
+            for request, began in self._began.items():
+                if now - began > limit_s:
+                    try:
+                        request.shutdown(socket.SHUT_RDWR)
+                    except OSError:  # the client has closed it already
+                        continue
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone is no error of the run's; anything else is printed, as the base class does."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: the terminal is the run's."""
+
+
+class MetricsEndpoint(MetricSink):
     """Serves from its own thread. Port 0 takes a free one: see `port` and `url`.
 
     Raises MissingRequirementError when the port cannot be had.
@@ -51,14 +112,20 @@ class MetricsEndpoint:
         self._gauges: dict[str, Gauge] = {}
         self._shown: dict[str, set[Series]] = {}
         self._lock = threading.Lock()
+        self._alerts = Counter("pvg_alerts", "Alerts of this process, by kind.", ("kind",), registry=self._registry)
+        for kind in get_args(AlertKind):
+            self._alerts.labels(kind)  # from 0 on, so that a rate sees the first alert
+        application = make_wsgi_app(self._registry)
         try:
-            self._server, self._thread = start_http_server(port, host, registry=self._registry)
+            self._server = make_server(host, port, application, BoundedServer, handler_class=QuietHandler)
         except OSError as error:
             raise MissingRequirementError(
                 f"The metrics endpoint cannot listen on {host}:{port} ({error.strerror or error}).",
                 "Choose another port with --metrics-port, or 0 for none.",
             ) from error
         self.host, self.port = host, int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint server", daemon=True)
+        self._thread.start()
         self._closed = False
 
     @property
@@ -78,6 +145,10 @@ class MetricsEndpoint:
             self._set("pvg_step", "Steps of the run so far.", {}, point.step)
             self._set("pvg_round", "The round being played.", {}, point.round)
 
+    def alert(self, point: AlertPoint) -> None:
+        """Count it."""
+        self._alerts.labels(point.kind).inc()
+
     def close(self) -> None:
         """Stop serving and free the port; a second call does nothing."""
         with self._lock:
@@ -85,6 +156,7 @@ class MetricsEndpoint:
                 return
             self._closed = True
         self._server.shutdown()
+        self._server.end_connections()
         self._server.server_close()
         self._thread.join()
 

@@ -14,15 +14,19 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import orjson
 
 from pvg.errors import MissingRequirementError, UsageError
 
@@ -45,10 +49,42 @@ class MetricPoint:
     whole: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class AlertPoint:
+    """An alert as it begins to hold. `time` is in seconds since 1970, `kind` is the alert's name, `run` the run's."""
+
+    time: float
+    step: int
+    round: int
+    phase: str
+    kind: str
+    message: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExamplesPoint:
+    """Example solutions at the end of a round: rows with the same keys (`pvg.game.round_evaluation.example_rows`)."""
+
+    step: int
+    round: int
+    rows: tuple[Mapping[str, object], ...]
+
+
+Point = MetricPoint | AlertPoint | ExamplesPoint
+
+
 class MetricSink(Protocol):
-    """Takes points, in order, all from one thread. `close` is called once, also after `write` has failed."""
+    """Takes points, in order, all from one thread. `close` is called once, also after `write` has failed. A sink that
+    shows no alerts, or no tables, leaves those methods out."""
 
     def write(self, point: MetricPoint) -> None: ...
+
+    def alert(self, point: AlertPoint) -> None:
+        return
+
+    def examples(self, point: ExamplesPoint) -> None:
+        return
 
     def close(self) -> None: ...
 
@@ -65,7 +101,7 @@ class Opening:
     on_notice: Callable[[str], None]
 
 
-class TensorBoardSink:
+class TensorBoardSink(MetricSink):
     """Event files in `tensorboard/` of the run: `tensorboard --logdir runs`.
 
     Written here record by record rather than by TensorBoard's own writer, whose thread would print the traceback of a
@@ -102,7 +138,7 @@ class TensorBoardSink:
         self._records.close()
 
 
-class WandbSink:
+class WandbSink(MetricSink):
     """A Weights & Biases run whose files lie in the run directory; the processes that play one run form a group.
 
     Offline unless WANDB_MODE says otherwise: nothing leaves the machine, and nothing is asked in a terminal, without
@@ -138,11 +174,21 @@ class WandbSink:
     def write(self, point: MetricPoint) -> None:
         self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
 
+    def alert(self, point: AlertPoint) -> None:
+        self._run.alert(title=point.kind, text=point.message, level="WARN")
+
+    def examples(self, point: ExamplesPoint) -> None:
+        import wandb
+
+        columns = list(point.rows[0])
+        table = wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in point.rows])
+        self._run.log({"examples": table, "round": point.round}, step=point.step)
+
     def close(self) -> None:
         self._run.finish()
 
 
-class TrackioSink:
+class TrackioSink(MetricSink):
     """A run in trackio's store on this machine (TRACKIO_DIR moves it), which a resumed run continues."""
 
     def __init__(self, opening: Opening) -> None:
@@ -150,6 +196,7 @@ class TrackioSink:
             import trackio
         except ImportError as error:
             raise _missing("trackio", error) from error
+        self._level = trackio.AlertLevel.WARN
         with redirect_stdout(sys.stderr):  # it prints, and stdout may be for one JSON document
             self._run = trackio.init(
                 project="pvg",
@@ -162,9 +209,55 @@ class TrackioSink:
     def write(self, point: MetricPoint) -> None:
         self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
 
+    def alert(self, point: AlertPoint) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.alert(title=point.kind, text=point.message, level=self._level, step=point.step)
+
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
             self._run.finish()
+
+
+class AlertCommand(MetricSink):
+    """Runs a command of the user's for each alert, with the alert as one JSON object on its standard input.
+
+    A command that fails or takes longer than `limit_s` seconds gets one notice per process; the next alert is sent to
+    it all the same. The command is run without a shell; its output is discarded.
+    """
+
+    def __init__(self, command: Sequence[str], limit_s: float, on_notice: Callable[[str], None]) -> None:
+        self._command, self._limit_s, self._on_notice = tuple(command), limit_s, on_notice
+        self._failed = False
+
+    def write(self, point: MetricPoint) -> None:
+        return
+
+    def alert(self, point: AlertPoint) -> None:
+        try:
+            done = subprocess.run(
+                self._command,
+                input=orjson.dumps(asdict(point)),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=self._limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            self._complain(f"was killed after telemetry.alert_command_s = {self._limit_s:g}")
+        except (OSError, ValueError) as error:
+            self._complain(f"could not be started ({error})")
+        else:
+            if done.returncode:
+                last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+                self._complain(f"ended with exit status {done.returncode}" + (f" ({last[0][:200]})" if last else ""))
+
+    def close(self) -> None:
+        return
+
+    def _complain(self, what: str) -> None:
+        if not self._failed:
+            self._failed = True
+            self._on_notice(f"The alert command {self._command[0]} {what}. Further failures of it are not reported.")
 
 
 # Name in `telemetry.sinks` -> what opens it. Opening raises MissingRequirementError when its package is not installed.
@@ -209,7 +302,7 @@ class SinkBoard:
         self._sinks = dict(sinks)
         self._on_notice = on_notice
         self._capacity = capacity
-        self._points: deque[MetricPoint] = deque()
+        self._points: deque[Point] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self.dropped = 0  # points that no sink got, because too many were waiting
@@ -218,9 +311,21 @@ class SinkBoard:
 
     def write(self, point: MetricPoint) -> None:
         """Hand a point over; returns at once. Raises RuntimeError after `close`."""
+        if not self._put(point):
+            raise RuntimeError("SinkBoard.write after close")
+
+    def alert(self, point: AlertPoint) -> None:
+        """Hand an alert over; returns at once. After `close` there is nobody left to show it to."""
+        self._put(point)
+
+    def examples(self, point: ExamplesPoint) -> None:
+        """Hand example solutions over; returns at once."""
+        self._put(point)
+
+    def _put(self, point: Point) -> bool:
         with self._changed:
             if self._closing:
-                raise RuntimeError("SinkBoard.write after close")
+                return False
             full = len(self._points) >= self._capacity
             if full:
                 self.dropped += 1
@@ -232,6 +337,7 @@ class SinkBoard:
                 f"The metric sinks ({', '.join(self._sinks)}) are slower than the run: points are left out of them. "
                 "metrics.jsonl has them all."
             )
+        return True
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Write what is waiting and close every sink, within about `limit_s` seconds; a second call does nothing."""
@@ -257,7 +363,7 @@ class SinkBoard:
                     break
                 point = self._points.popleft()
             for name, sink in list(self._sinks.items()):
-                self._guarded(name, lambda sink=sink, point=point: sink.write(point))  # type: ignore[misc]
+                self._guarded(name, partial(_hand_over, sink, point))
         for name, sink in list(self._sinks.items()):
             self._guarded(name, sink.close, last=True)
 
@@ -279,3 +385,13 @@ class SinkBoard:
             sink.close()
         except Exception:  # noqa: BLE001 - a sink that fails to write may fail to close; it has been told
             return
+
+
+def _hand_over(sink: MetricSink, point: Point) -> None:
+    match point:
+        case MetricPoint():
+            sink.write(point)
+        case AlertPoint():
+            sink.alert(point)
+        case ExamplesPoint():
+            sink.examples(point)

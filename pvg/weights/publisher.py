@@ -54,7 +54,8 @@ class Publisher:
         self._version = version
         update = WeightUpdate(version, tensors, trace_id=uuid.uuid4().hex[:16], adapter=adapter)
         place = {"trace": update.trace_id, "version": version, "engines": len(self._engines)}
-        self._events.event("weights", event="client.send", **place)
+        load = sum(engine.requests_in_flight for engine in self._engines)
+        self._events.event("weights", event="client.send", **place, inflight=load)
         sent = time.perf_counter()
         outcomes = await asyncio.gather(
             *(engine.load_weights(update) for engine in self._engines), return_exceptions=True

@@ -127,6 +127,20 @@ def test_markdown_that_does_not_fit_leaves_what_was_there(reports: tuple[str, st
     assert Path("out.md").read_text() == "before"
 
 
+def test_peak_memory_is_shown_without_a_verdict(tmp_path: Path) -> None:
+    paths = []
+    for name, most in (("a", 2.0**30), ("b", 3 * 2.0**30)):
+        report = made_report(variant({"wall_s": lower(BASE)}), peak_memory={"rss_bytes": most})
+        paths.append(saved(report, tmp_path / f"{name}.json"))
+    comparison = compare_reports(*map(read_report, map(Path, paths)), fail_above=0.05)
+    assert comparison.plain()["peak_memory"] == {"rss_bytes": (2.0**30, 3 * 2.0**30)}
+    assert comparison.failing == ()
+    result = pvg("compare", *map(str, paths), "--fail-above", "5%")
+    assert result.code == 0
+    words = " ".join(result.out.split())
+    assert "peak resident memory of a process over the whole call: 1 GiB in A, 3 GiB in B" in words
+
+
 def test_the_same_file_twice(reports: tuple[str, str]) -> None:
     called = pvg("compare", reports[0], reports[0], "--fail-above", "0%")
     assert called.code == 0

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import shlex
 import socket
+import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +19,44 @@ import pytest
 from kill_drill import small_experiment
 
 from pvg.experiment import build_experiment
+from pvg.game.ledger import Ledger
 from pvg.game.run import play
+from pvg.game.states import Phase
+from pvg.reporting.diagnosis import diagnose
+from pvg.reporting.run_summary import read_run
 from pvg.store.journal import read_json_lines
+from pvg.store.manifest import read_manifests
 from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
 from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.event_loop import runner
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
+SLOW_S = 0.05
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
 
 
 class Scraping(SilentObserver):
-    """Reads the metrics endpoint once, in the middle of the run, as Prometheus would."""
+    """Reads the metrics endpoint at every step, as Prometheus would. `page` is the first with a step of the prover,
+    `served` are the names of all."""
 
     def __init__(self, port: int) -> None:
         self.port, self.page, self.steps = port, "", 0
+        self.served: set[str] = set()
+        self.alerts: list[tuple[str, str]] = []
+
+    def alerted(self, name: str, message: str) -> None:
+        self.alerts.append((name, message))
 
     def progressed(self, progress: Progress) -> None:
         self.steps += 1
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as response:
+            page = response.read().decode()
+        self.served |= set(re.findall(r"^(pvg_\w+)[{ ]", page, re.MULTILINE))
         if not self.page and "reward_mean" in progress.metrics:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as response:
-                self.page = response.read().decode()
+            self.page = page
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +64,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     plain = small_experiment().plain()
+    plain["rollout"]["max_tokens"] = 26  # some solutions are truncated, and some are not
     plain["telemetry"] |= {"device_every_s": 0.2, "metrics_port": port, "shortest_span_ms": 0.0}
+    plain["telemetry"] |= {"chance_auc": 1.0, "weights_queue_ms": 1e-6}  # so that both are alerted of
     experiment = build_experiment(plain)
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "measured", experiment)
     observer = Scraping(port)
@@ -215,17 +238,115 @@ def test_the_event_log_pairs(measured: tuple[RunDirectory, Scraping]) -> None:
     assert events["run", "start"] == events["run", "stop"] == 1
 
 
-def test_every_process_of_a_run_leaves_its_last_word(tmp_path: Path) -> None:
+def logged(run: RunDirectory, tag: str, event: str) -> list[dict[str, str]]:
+    """The fields of one kind of line of the event log, in order."""
+    own = [line for line in run.events.read_text().splitlines() if line.startswith(f"[{tag}] ")]
+    found = [dict(part.split("=", 1) for part in shlex.split(line)[1:]) for line in own]
+    return [fields for fields in found if fields["event"] == event]
+
+
+def test_the_figures_of_the_event_log_are_what_the_run_did(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, _ = measured
+    (whole,) = records(run, "run")
+    told = [*records(run, "step"), *records(run, "phase")]
+    batches = logged(run, "gen", "batch.done")
+    decoded_ms = 1e3 * sum(record.get("busy", record["budget"]).get("decode", 0.0) for record in told)
+    assert decoded_ms <= sum(float(batch["dur_ms"]) for batch in batches) <= 1e3 * whole["seconds"]
+    assert all(float(batch["longest_ms"]) > 0 for batch in batches)
+    assert sum(int(batch["completions"]) for batch in batches) == sum(
+        len(RolloutShards(run.rollouts).read(path)) for path in run.rollouts.rglob("*.arrow")
+    )
+    truncated = [r["metrics"]["truncated"] for r in records(run, "step") if r["phase"] == "train_prover"]
+    assert any(0 < share < 1 for share in truncated)
+    assert truncated_by_phase(run)["train_prover"] == pytest.approx([100 * share for share in truncated], rel=1e-5)
+
+
+def truncated_by_phase(run: RunDirectory) -> dict[str, list[float]]:
+    """The percentages of the [rollout] lines, by the phase that was being played."""
+    phase, found = "", defaultdict[str, list[float]](list)
+    for line in run.events.read_text().splitlines():
+        fields = dict(part.split("=", 1) for part in shlex.split(line)[1:])
+        if line.startswith("[phase] "):
+            phase = fields["phase"]
+        elif line.startswith("[rollout] ") and fields["event"] == "batch":
+            found[phase].append(float(fields["trunc_pct"]))
+    return found
+
+
+def test_the_diagnosis_of_a_real_log_can_tell(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, _ = measured
+    found = diagnose([run.events])
+    assert found.not_seen == {}
+    assert found.tally.lines.malformed == 0
+    assert found.tally.load_known
+    done = logged(run, "weights", "client.done")
+    assert found.timings["queue_ms"].n == len(done)
+    assert found.timings["queue_ms"].total == pytest.approx(sum(float(line["queue_ms"]) for line in done), rel=1e-4)
+    waits = {finding.signature: finding for finding in found.findings}
+    if "front-end-queue" in waits:
+        assert waits["front-end-queue"].settings == ("rollout.concurrency",)
+
+
+def test_a_commit_is_logged_with_the_time_that_it_took(tmp_path: Path) -> None:
+    """The disk takes at least SLOW_S, so the line says so."""
+
+    class SlowDisk(ThreadPoolExecutor):
+        def submit(self, call: Any, /, *args: Any, **more: Any) -> Any:
+            return super().submit(lambda: (time.sleep(SLOW_S), call(*args, **more))[1])
+
     experiment = small_experiment()
+    run = RunDirectory.create(tmp_path, "slow", experiment)
+    ledger = Ledger(run, experiment, "test", SlowDisk(1))
+    asyncio.run(ledger.commit(ledger.state.enter(Phase.MINT), ({}, {})))
+    ledger.close()
+    (line,) = logged(run, "ckpt", "write.done")
+    assert float(line["write_ms"]) >= 1e3 * SLOW_S
+
+
+def test_every_process_of_a_run_leaves_its_last_word_and_the_largest_peak_of_memory_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = small_experiment()
+    peaks: list[Mapping[str, float]] = []
     run = RunDirectory.create(tmp_path, "stopped", experiment)
     for resume in (False, True):
         stop = asyncio.Event()
         observer = SilentObserver() if resume else StopSoon(stop)
         with run.lock():
             asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=resume))
+        peaks.append(read_manifests(run)[-1].peak_memory if resume else read_run(run).peak_memory)
+        # The resumed process holds less: the run's peak stays that of the first.
+        monkeypatch.setattr("pvg.game.ledger.peak_memory", lambda: {"rss_bytes": 1.0})
+    assert peaks[0]["rss_bytes"] > 1e8
+    assert peaks[1] == read_run(run).peak_memory == peaks[0]
     assert [record["status"] for record in records(run, "run")] == ["interrupted", "complete"]
     told = [(r["round"], r["phase"], r["step"]) for r in records(run, "step")]
     assert len(told) == len(set(told))
+
+
+def test_every_metric_that_the_grafana_dashboard_names_is_served(measured: tuple[RunDirectory, Scraping]) -> None:
+    _, observer = measured
+    dashboard = json.loads((Path(__file__).parent.parent.parent / "docs" / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    named = set(re.findall(r"\bpvg_\w+", " ".join(queries)))
+    assert len(named) > 30
+    here = {name for name in named if not name.startswith("pvg_device_gpu_")}  # those: test_grafana_dashboard.py
+    assert sorted(here - observer.served) == []
+
+
+def test_alerts_are_recorded_logged_and_counted(measured: tuple[RunDirectory, Scraping]) -> None:
+    run, observer = measured
+    recorded = Counter(record["name"] for record in records(run, "alert"))
+    assert recorded["verifier_at_chance"] == 2  # at the end of each round's verifier phase
+    assert recorded["weights_queue"] == 2  # as it begins to hold in each prover phase
+    assert Counter(fields["name"] for fields in alert_lines(run)) == recorded
+    assert 'pvg_alerts_total{kind="verifier_at_chance"} 1.0' in observer.page
+    assert Counter(name for name, _ in observer.alerts) == recorded
+
+
+def alert_lines(run: RunDirectory) -> list[dict[str, str]]:
+    own = [line for line in run.events.read_text().splitlines() if line.startswith("[alert] ")]
+    return [dict(part.split("=", 1) for part in shlex.split(line)[1:] if "=" in part) for line in own]
 
 
 def test_the_endpoint_served_the_metrics_while_the_run_was_played(measured: tuple[RunDirectory, Scraping]) -> None:

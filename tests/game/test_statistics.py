@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pvg.game.round_evaluation import example_rows
 from pvg.game.statistics import Columns, play_metrics, sample_metrics, sampling_metrics, verifier_auc
 from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
 from pvg.rollout.engine import EngineStats
@@ -58,6 +59,16 @@ def test_repeated_rollouts_have_the_prompt_and_the_tokens_of_an_earlier_one():
     other_prompt = replace(ROLLOUT, prompt_ids=np.array([5], dtype=np.int32))
     found = sampling_metrics([ROLLOUT, longer, ROLLOUT, other_prompt, ROLLOUT], EngineStats(), 1.0)
     assert found["repeated"] == pytest.approx(2 / 5)
+
+def test_the_table_of_examples_has_flaws_by_score_then_the_least_believed_correct_ones():
+    rows = example_rows([each for each, _ in SAMPLE], columns())
+    assert [(row["role"], row["correct"], row["score"]) for row in rows] == [
+        ("sneaky", False, 0.5),
+        ("sneaky", False, -0.5),
+        ("helpful", True, -1.0),
+        ("helpful", True, 2.0),
+    ]
+    assert {row["solution"] for row in rows} == {"t"}
 
 
 def test_auc_counts_malformed_solutions_as_incorrect():

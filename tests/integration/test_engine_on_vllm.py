@@ -20,13 +20,14 @@ from pvg.experiment import Experiment, find_experiment, load_experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan
+from pvg.reporting.diagnosis import diagnose
 from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest, Sampling
 from pvg.rollout.vllm.engine import VllmEngine
 from pvg.serving.limits import ConnectionLimits
 from pvg.serving.pool import HttpPool
 from pvg.tasks import open_task
 from pvg.tasks.halves import problems_of_half
-from pvg.telemetry.events import Events
+from pvg.telemetry.events import EventLog, Events
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,9 +61,22 @@ def experiment(folder: Path, *urls: str, **settings: object) -> Experiment:
     return load_experiment(find_experiment("modchain", Path("experiments")), told)
 
 
-def run(setting: Experiment, play: Callable[[Players, Kept], Awaitable[None]]) -> None:
+class KeptAndLogged(Kept):
+    """Writes the events into a file too, as a run does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.log = EventLog(path)
+
+    def event(self, tag: str, **fields: object) -> None:
+        super().event(tag, **fields)
+        self.log.event(tag, **fields)
+
+
+def run(setting: Experiment, play: Callable[[Players, Kept], Awaitable[None]], kept: Kept | None = None) -> None:
+    kept = kept or Kept()
+
     async def opened() -> None:
-        kept = Kept()
         players = Players(setting, open_task(setting.task), kept, run="drill")
         try:
             await players.ready()
@@ -113,6 +127,42 @@ def teacher_forced(players: Players, request: GenerationRequest, completion: Com
     start = len(request.prompt_ids)
     chosen = logits.log_softmax(-1)[start - 1 : -1].gather(1, ids[start:, None])
     return chosen[:, 0].numpy()
+
+
+def test_updates_that_wait_behind_generation_are_diagnosed(
+    folder: Path, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`weights.client = "shared"` and a few connections for 24 requests: an update waits for its turn among them."""
+    for floor in ("FLOOR_TOTAL", "FLOOR_PER_HOST"):
+        monkeypatch.setattr(f"pvg.serving.limits.{floor}", 4)
+    path = folder / "queue.log"
+
+    async def play(players: Players, kept: Kept) -> None:
+        await players.publish(moved(players, 0.0), 1)
+        over, wanted = asyncio.Event(), requests(players, 24, tokens=32)
+
+        async def keep_asking(request: GenerationRequest) -> None:
+            for number in itertools.count():
+                if over.is_set():
+                    return
+                await players.engine.generate(replace(request, id=f"{request.id}-{number}"))
+
+        asking = [asyncio.create_task(keep_asking(request)) for request in wanted]
+        await asyncio.sleep(0)
+        for version in range(2, 8):
+            await players.publish(moved(players, 0.01 * version), version)
+        over.set()
+        await asyncio.gather(*asking)
+
+    kept = KeptAndLogged(path)
+    few = {"rollout__concurrency": 4, "rollout__max_rows": 4, "serving__probe_timeout_s": 60}
+    run(experiment(folder, server.url, weights__client="shared", **few), play, kept)
+    kept.log.close()
+    assert [fields["inflight"] for fields in kept.named("client.send")][-5:] == [24] * 5
+    found = diagnose([path])
+    assert found.tally.load_known
+    (finding,) = [finding for finding in found.findings if finding.signature == "front-end-queue"]
+    assert finding.settings[0] == "weights.client"
 
 
 def test_log_probs_are_those_of_the_distribution_that_was_sampled(folder: Path, server: Served) -> None:

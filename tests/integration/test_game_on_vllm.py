@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from served_games import Served, events, serving, steps, train, trained, wait_for_step
 
+from pvg.reporting.diagnosis import diagnose
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 
@@ -51,6 +52,12 @@ def test_a_round_with_weights_updated_at_every_step(folder: Path, server: Served
     assert max(moved) > 1e-3  # the weights did change, so the canary had something to see
     ids = ids_of(folder, "whole")
     assert len(ids) == len(set(ids)) == ROLLOUTS
+    batches = [line for line in events(folder, "whole", "gen") if line["event"] == "batch.done"]
+    assert sum(int(line["completions"]) for line in batches) == ROLLOUTS
+    diagnosis = diagnose([folder / "runs" / "whole" / "events.log"])
+    assert diagnosis.tally.load_known
+    assert diagnosis.not_seen.keys() <= {"checkpoint", "stragglers"}  # too few of them in so short a game
+    assert diagnosis.timings["dur_ms"].n == len(batches)
 
 
 def test_two_servers_of_which_one_is_killed_in_mid_round(folder: Path, server: Served) -> None:

@@ -46,6 +46,7 @@ def test_a_front_end_queue_is_told_by_its_growth_with_the_load(tmp_path: Path) -
     assert finding.cost_s == pytest.approx(queued)
     assert finding.share == pytest.approx(queued / (queued + 40 * 1.52), rel=1e-3)
     assert finding.measured == pytest.approx(queued / (queued + 0.8), rel=1e-3)
+    assert finding.settings == ("weights.client", "rollout.concurrency")
     assert finding.evidence[0].where == "events.log:29"  # the third step: 11 lines each
     assert found.load["queue_ms"].correlation == pytest.approx(1.0)
     assert found.load["rpc_ms"].correlation == pytest.approx(0.0)

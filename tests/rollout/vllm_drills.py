@@ -187,11 +187,12 @@ def engine_over(
     checksums: Checksums | None = None,
     shape: str = "",
     wants_experts: bool = False,
+    limits: ConnectionLimits | None = None,
     **serving: Any,
 ) -> VllmEngine:
     section = Serving(servers=tuple(urls), **{**QUICK, **serving})
     session = session or Session.begin()
-    pool = HttpPool(ConnectionLimits.derive(concurrency, len(urls)), connect_timeout_s=1.0, key=key)
+    pool = HttpPool(limits or ConnectionLimits.derive(concurrency, len(urls)), connect_timeout_s=1.0, key=key)
     control = pool if shared else HttpPool(ConnectionLimits(16, 8, 2), connect_timeout_s=1.0, key=key, fresh=True)
     probe = section.probe_timeout_s
     return VllmEngine(

@@ -17,7 +17,9 @@ def test_manifests_come_back_by_round_and_phase_order(tmp_path: Path) -> None:
     info = RolloutShards(run.path).write(0, "mint-00000", [rollout(0)])
     for round_, phase in ((0, "mint"), (0, "train_verifier"), (1, "mint"), (0, "train_prover")):
         path = write_manifest(
-            run, round_, phase, {"seed": 1}, {"shards": [info.plain()]}, "abc", "0.1.0", {"loss": 0.5, "kl": math.nan}
+            *(run, round_, phase, {"seed": 1}, {"shards": [info.plain()]}, "abc", "0.1.0"),
+            {"loss": 0.5, "kl": math.nan},
+            {"rss_bytes": 5e8},
         )
         assert path == run.manifest / f"round-{round_:03d}-{phase}.json"
     found = read_manifests(run)
@@ -29,13 +31,14 @@ def test_manifests_come_back_by_round_and_phase_order(tmp_path: Path) -> None:
     ]
     assert found[0].outputs == {"shards": [info.plain()]}
     assert (found[0].inputs, found[0].config_hash, found[0].code_version) == ({"seed": 1}, "abc", "0.1.0")
+    assert found[0].peak_memory == {"rss_bytes": 5e8}
     assert found[0].metrics == {"loss": 0.5, "kl": None}
 
 
 def test_a_phase_finished_again_has_one_manifest(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first", Experiment())
     for loss in (1.0, 2.0):
-        write_manifest(run, 0, "mint", {}, {}, "abc", "0.1.0", {"loss": loss})
+        write_manifest(run, 0, "mint", {}, {}, "abc", "0.1.0", {"loss": loss}, {})
     assert [m.metrics for m in read_manifests(run)] == [{"loss": 2.0}]
 
 

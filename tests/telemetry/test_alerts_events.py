@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
+from typing import get_args
 
 from pvg.sections import Telemetry
-from pvg.telemetry.alerts import Alerts
+from pvg.telemetry.alerts import AlertKind, Alerts, verifier_at_chance
 from pvg.telemetry.events import EventLog, format_event
 
 HEALTHY = {
@@ -95,3 +98,38 @@ def test_the_second_role_to_collapse_is_told_of_too():
     sick = HEALTHY | {"sneaky_error_rate": 0.0}
     assert names_of_many(alerts, sick) == ["collapse"]
     assert names_of_many(alerts, sick | {"helpful_accuracy": 0.0}) == ["collapse"]
+
+
+def test_a_weight_update_that_waits_for_long_is_told_once_per_time_that_it_does():
+    alerts = Alerts(Telemetry(), two_roles=True)
+    waited = HEALTHY | {"weights_queue_s": 1.2}
+    (alert,) = alerts.check(waited)
+    assert alert.name == "weights_queue"
+    assert "waited 1,200 ms" in alert.message
+    assert names(alerts, waited) == []
+    assert names(alerts, HEALTHY) == []  # a step without an update says nothing of updates
+    assert names(alerts, waited) == []
+    assert names(alerts, HEALTHY | {"weights_queue_s": 0.9}) == []
+    assert names(alerts, waited) == ["weights_queue"]
+    assert names(Alerts(Telemetry(weights_queue_ms=1500.0), True), waited) == []
+
+
+def test_a_verifier_at_chance_is_told():
+    assert names(Alerts(Telemetry(), True), HEALTHY | {"verifier_auc": 0.55}) == ["verifier_at_chance"]
+    assert names(Alerts(Telemetry(), True), HEALTHY | {"verifier_auc": 0.56}) == []
+    assert names(Alerts(Telemetry(), True), HEALTHY | {"verifier_auc": math.nan}) == []
+    alert = verifier_at_chance({"verifier_auc": 0.31}, Telemetry())
+    assert alert is not None
+    assert "AUC is 0.31" in alert.message
+
+
+def test_every_kind_of_alert_has_its_section_in_the_runbook():
+    page = (Path(__file__).parent.parent.parent / "docs" / "runbook.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    by_title = {section.splitlines()[0].strip().strip("`"): section for section in sections}
+    kinds = set(get_args(AlertKind))
+    assert kinds <= set(by_title)
+    assert [title for title in by_title if "_" in title and title not in kinds] == []  # and none of another kind
+    for kind in kinds:
+        assert "**What it means.**" in by_title[kind], kind
+        assert "**What to do.**" in by_title[kind], kind

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class FakeNvml:
         self._sm_percents = sm_percents
         self._readings = 0
         self.faults: dict[str, Exception] = {}
+        self.returns: dict[int, int] = {}  # of single GPM metrics
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("NVML", "c_nvml")):
@@ -82,11 +84,16 @@ class FakeNvml:
     def nvmlGpmMetricsGet(self, wanted: Any) -> Any:
         older, newer = (ctypes.cast(s, ctypes.c_void_p).value for s in (wanted.sample1, wanted.sample2))
         assert newer == older + 1 == self._readings  # type: ignore[operator]
-        assert (wanted.version, wanted.numMetrics) == (1, 1)
-        assert wanted.metrics[0].metricId == pynvml.NVML_GPM_METRIC_SM_UTIL
+        assert wanted.version == 1
         assert self._sm_percents is not None
-        wanted.metrics[0].value = self._sm_percents[older - 1]
-        wanted.metrics[0].nvmlReturn = pynvml.NVML_SUCCESS
+        values = {
+            pynvml.NVML_GPM_METRIC_SM_UTIL: self._sm_percents[older - 1],
+            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 25.0,
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 75.0,
+        }
+        for metric in wanted.metrics[: wanted.numMetrics]:
+            metric.value = values[metric.metricId]
+            metric.nvmlReturn = self.returns.get(metric.metricId, pynvml.NVML_SUCCESS)
         return wanted
 
 
@@ -95,13 +102,16 @@ def test_a_gpu_is_read_in_the_units_of_the_records() -> None:
     gpu = gpus_of(nvml)[0]
     plain = {
         "utilisation": 0.37,
+        "memory_activity": 0.04,
         "memory_bytes": 20 * 2.0**30,
         "memory_total_bytes": 80 * 2.0**30,
         "power_w": 412.5,
     }
     assert gpu.read() == plain  # SM activity lies between two reads
-    assert gpu.read() == plain | {"sm_activity": 0.125}
-    assert gpu.read() == plain | {"sm_activity": 0.8}
+    shares = {"sm_occupancy": 0.25, "memory_bandwidth": 0.75}
+    assert gpu.read() == plain | shares | {"sm_activity": 0.125}
+    nvml.returns[pynvml.NVML_GPM_METRIC_SM_OCCUPANCY] = pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert gpu.read() == plain | {"sm_activity": 0.8, "memory_bandwidth": 0.75}
     gpu.close()
     assert (nvml.users, nvml.samples) == (0, 0)
 
@@ -110,7 +120,16 @@ def test_what_a_gpu_does_not_offer_is_left_out() -> None:
     nvml = FakeNvml(sm_percents=None)
     nvml.faults["power"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     gpu = gpus_of(nvml)[0]
-    assert set(gpu.read()) == set(gpu.read()) == {"utilisation", "memory_bytes", "memory_total_bytes"}
+    assert (
+        set(gpu.read())
+        == set(gpu.read())
+        == {
+            "utilisation",
+            "memory_activity",
+            "memory_bytes",
+            "memory_total_bytes",
+        }
+    )
     old_driver = FakeNvml()
     old_driver.faults["gpm"] = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     gpu = gpus_of(old_driver)[0]
@@ -299,3 +318,24 @@ def test_children_count_in_memory_and_cpu() -> None:
     assert together["rss_bytes"] - alone["rss_bytes"] > 90_000_000
     assert together["process_cpu"] > 0
     assert reader.read()["process_cpu"] >= 0  # the child is gone
+
+
+def test_the_peak_of_memory_is_what_was_held_once() -> None:
+    """In a process of its own, whose peak is not yet that of other tests; nothing samples there."""
+    program = """
+        from pvg.telemetry.device import peak_memory
+        before = peak_memory()["rss_bytes"]
+        held = bytearray(200_000_000)
+        held[::4096] = bytes([1]) * len(held[::4096])
+        del held
+        grown = peak_memory()["rss_bytes"] - before
+        assert 195e6 < grown < 230e6, grown
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+def test_the_larger_of_two_peaks_is_kept() -> None:
+    assert device.larger({"rss_bytes": 2.0}, {"rss_bytes": 1.0, "gpu_bytes": 3.0}) == {
+        "rss_bytes": 2.0,
+        "gpu_bytes": 3.0,
+    }

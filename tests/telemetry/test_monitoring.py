@@ -1,6 +1,7 @@
 """Monitoring as a run uses it: what reaches the records, the log, the sinks and the endpoint, and that it all ends."""
 
 import asyncio
+import json
 import re
 import socket
 import sys
@@ -21,6 +22,8 @@ from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.loop_lag import LagWindow
 from pvg.telemetry.monitoring import Monitoring
 
+LIMIT_S = 60.0
+
 
 class Told:
     """Everybody a Monitoring tells, checking that it does so in the event loop and not after its end."""
@@ -30,6 +33,7 @@ class Told:
         self.lines: list[str] = []
         self.notices: list[str] = []
         self.alerts: list[Alert] = []
+        self.announced: list[Alert] = []
         self.over = False
         self.fault: Exception | None = None
 
@@ -65,7 +69,11 @@ def free_port() -> int:
 
 
 def own_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name in ("device sampler", "metric sinks") or "serve" in t.name]
+    return [
+        t.name
+        for t in threading.enumerate()
+        if t.name in ("device sampler", "metric sinks", "heartbeat") or "serve" in t.name
+    ]
 
 
 def watch(
@@ -82,6 +90,7 @@ def watch(
                 record=told.record,
                 log=told.log,
                 notice=told.notice,
+                announce=told.announced.append,
                 alert=told.alert,
                 run_directory=folder,
                 name="first",
@@ -147,6 +156,83 @@ def test_a_run_that_stands_still_is_an_alert_until_a_step_ends(tmp_path: Path) -
 
     told = watch(tmp_path, body, stall_s=0.15, loop_lag_p90_s=100.0)
     assert {alert.name for alert in told.alerts} == {"stall"}
+    assert told.announced == told.alerts
+
+
+def test_a_blocked_loop_is_announced_while_it_is_blocked(tmp_path: Path) -> None:
+    """The loop waits for what the announcement sets: were it told on the loop, it would wait in vain."""
+    announced = threading.Event()
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        monitoring._announce = lambda alert: (told.announced.append(alert), announced.set())  # type: ignore[assignment,func-returns-value]
+        assert announced.wait(LIMIT_S), "no alert came while the loop was blocked"
+        assert told.alerts == []
+        await until(lambda: told.alerts)
+
+    told = watch(tmp_path, body, loop_lag_max_s=0.2, loop_lag_p90_s=100.0, loop_lag_p99_s=100.0)
+    assert [alert.name for alert in told.alerts] == ["loop_lag_max"]  # and once, though the window's lag is too long
+    (alert,) = told.announced
+    assert "has been blocked for" in alert.message
+    assert "(threading.py:" in alert.message
+
+
+def test_a_run_that_stands_still_with_a_blocked_loop_is_announced(tmp_path: Path) -> None:
+    announced = threading.Event()
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        monitoring._announce = lambda alert: announced.set()
+        assert announced.wait(LIMIT_S)
+
+    watch(tmp_path, body, stall_s=0.1)
+
+
+def test_alerts_reach_the_endpoint_and_the_command(tmp_path: Path) -> None:
+    port, heard = free_port(), tmp_path / "heard"
+    program = f"import sys; open({str(heard)!r}, 'a').write(sys.stdin.read() + chr(10)); print('not shown')"
+
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        monitoring.step(2, "train_prover", 1, {}, {}, {})
+        monitoring.send(Alert("collapse", "a message; $(touch injected)"))
+        monitoring.send(Alert("collapse", "once more"))
+
+        def scrape() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                return str(answer.read().decode())
+
+        found = ""
+        while 'pvg_alerts_total{kind="collapse"} 2.0' not in found:  # or the test's time runs out
+            found = await asyncio.to_thread(scrape)
+        assert 'pvg_alerts_total{kind="stall"} 0.0' in found
+
+    told = watch(tmp_path, body, metrics_port=port, alert_command=(sys.executable, "-c", program), device_every_s=3600)
+    first, second = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert first.pop("time") <= time.time()
+    place = {"step": 1, "round": 2, "phase": "train_prover", "run": "first"}
+    assert first == {"kind": "collapse", "message": "a message; $(touch injected)", **place}
+    assert second["message"] == "once more"
+    assert not (Path.cwd() / "injected").exists()
+    assert [notice for notice in told.notices if "command" in notice] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("no-such-program-of-pvg",), "could not be started"),
+        ((sys.executable, "-c", "import sys; sys.exit('the pager is down')"), r"exit status 1 \(the pager is down\)"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after telemetry.alert_command_s = 1"),
+    ],
+)
+def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
+    command: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    async def body(monitoring: Monitoring, told: Told) -> None:
+        for _ in range(2):
+            monitoring.send(Alert("nan", "loss is inf"))
+        await until(lambda: any("alert command" in notice for notice in told.notices))
+
+    told = watch(tmp_path, body, alert_command=command, alert_command_s=1.0, device_every_s=3600)
+    (notice,) = [notice for notice in told.notices if "alert command" in notice]
+    assert re.search(says, notice)
 
 
 def test_an_alert_is_told_when_it_begins_to_hold(tmp_path: Path) -> None:

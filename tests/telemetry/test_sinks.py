@@ -1,18 +1,30 @@
 """Metric sinks: what TensorBoard reads back, and a board that survives whatever its sinks do."""
 
+import json
 import math
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pvg.errors import MissingRequirementError, UsageError
-from pvg.telemetry.sinks import SINKS, MetricPoint, Opening, SinkBoard, open_sinks
+from pvg.telemetry.sinks import (
+    SINKS,
+    AlertPoint,
+    ExamplesPoint,
+    MetricPoint,
+    MetricSink,
+    Opening,
+    SinkBoard,
+    open_sinks,
+)
 
 
 def point(step: int, **metrics: float) -> MetricPoint:
@@ -28,7 +40,7 @@ def board_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "metric sinks"]
 
 
-class Kept:
+class Kept(MetricSink):
     """A sink in memory."""
 
     def __init__(self) -> None:
@@ -137,29 +149,63 @@ def test_what_was_opened_is_closed_when_another_cannot_be(tmp_path: Path, monkey
     assert kept.closed == 1
 
 
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Whatever goes to the network goes to a proxy of the test's own, which must never be called."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, address)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "HF_HOME"):
+            monkeypatch.setenv(name, str(tmp_path / name))
+        monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+ALERT = AlertPoint(1001.0, 1, 0, "train_prover", "collapse", "The sneaky role has stopped.", "first")
+ROWS = ({"role": "sneaky", "solution": "2 + 2 = 5", "score": 0.25}, {"role": "helpful", "solution": "4", "score": 2.0})
+
+
+@pytest.mark.usefixtures("no_network")
 def test_wandb_writes_offline_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     notices: list[str] = []
     board = SinkBoard(open_sinks(["wandb"], opening(tmp_path, notices.append)), notices.append)
     board.write(point(1, loss=0.5, kl=math.nan))
+    board.alert(ALERT)
+    board.examples(ExamplesPoint(1, 0, ROWS))
     board.close()
     (notice,) = notices
     assert "wandb sync" in notice
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"train_prover/loss" in written.read_bytes()
+    for text in (b"train_prover/loss", b"The sneaky role has stopped."):
+        while text not in written.read_bytes():  # its service writes a little later; or the test's time runs out
+            time.sleep(0.05)
     assert b"train_prover/kl" not in written.read_bytes()
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/examples*.table.json")
+    shown = json.loads(table.read_text())
+    assert shown["columns"] == ["role", "solution", "score"]
+    assert shown["data"] == [["sneaky", "2 + 2 = 5", 0.25], ["helpful", "4", 2.0]]
 
 
+@pytest.mark.usefixtures("no_network")
 def test_trackio_writes_and_leaves_stdout_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    pytest.importorskip("trackio")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     board = SinkBoard(open_sinks(["trackio"], opening(tmp_path)), pytest.fail)
     board.write(point(1, loss=0.5))
+    board.alert(ALERT)
     board.close()
-    assert b"train_prover/loss" in b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
+    stored = b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
+    assert b"train_prover/loss" in stored
+    assert b"The sneaky role has stopped." in stored
     assert capsys.readouterr().out == ""
 
 

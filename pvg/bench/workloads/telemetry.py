@@ -132,6 +132,7 @@ class TelemetryCost(e2e.EndToEnd):
             record=self._session.ledger.record,
             log=self._session.ledger.log.line,
             notice=lambda message: None,
+            announce=lambda alert: None,
             alert=lambda alert: None,
             run_directory=folder,
             name="telemetry",

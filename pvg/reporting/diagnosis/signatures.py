@@ -78,6 +78,7 @@ def front_end_queue(tally: Tally, limits: LagLimits) -> Looked:
     share = queue.total / wall.total if wall.total else 0.0
     if share < DOMINATES or not costs(tally, queue.total):
         return None
+    own_engine = tally.kinds["gen", "decoder"] > 0  # only the torch engine writes this line
     says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading"
     waits, loads = (tally.relations[name].related(LEAST_PAIRS) if name in tally.relations else None for name in RELATED)
     if waits is None or not tally.load_known:
@@ -99,9 +100,12 @@ def front_end_queue(tally: Tally, limits: LagLimits) -> Looked:
         threshold=DOMINATES,
         cost_s=queue.total / 1e3,
         share=_share(tally, queue.total),
-        settings=("rollout.concurrency",),
-        remedy="Keep weight updates out of the line of generation requests: give them connections of their own where "
-        "the client shares them, or let fewer requests be in flight.",
+        settings=("rollout.concurrency",) if own_engine else ("weights.client", "rollout.concurrency"),
+        remedy="The engine is in this process, and an update waits for its running batch: let fewer requests be in "
+        "flight."
+        if own_engine
+        else 'weights.client = "dedicated" sends updates over separate connections, past the generation requests. '
+        "If it is set already, let fewer requests be in flight.",
         evidence=_evidence(tally, "queue_ms"),
     )
 

@@ -120,6 +120,8 @@ class Tally:
         """Raises MalformedLineError, and has noted nothing of the line then but its time."""
         self._time(event)
         if event.tag == "weights":
+            if (load := event.number("inflight")) is not None:
+                self._load[event.source] = load
             self.pairing.add(event, self.load)
         elif event.tag == "step" and event.name == "done":
             self._step(event)

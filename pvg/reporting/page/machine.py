@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-from pvg.reporting.figures import Style, duration, percent, short_seconds, styled
+from pvg.reporting.figures import Style, duration, peak_words, percent, short_seconds, styled
 from pvg.reporting.page.charts import Line, line_chart
 from pvg.reporting.page.document import Section, empty, facts, grid, subheading
 from pvg.reporting.page.frame import Across
@@ -101,10 +101,12 @@ def throughput_section(summary: RunSummary) -> Section:
 
 def machine_section(summary: RunSummary) -> Section:
     """Device and lag charts over the run's time; old runs have neither and say so."""
-    if not summary.device and not summary.loop:
+    if not (summary.device or summary.loop or summary.peak_memory):
         why = "This run recorded neither its device nor its event loop: the pvg that played it did not sample them yet."
         return Section("machine", "Machine", [empty(why)] if summary.steps else [])
     body: list[Html | None] = []
+    if summary.peak_memory:
+        body.append(facts(peak_words(summary.peak_memory)))
     if summary.device:
         body += [facts(_device_facts(summary)), grid(*_device_charts(summary.device))]
     if summary.loop:
@@ -191,8 +193,18 @@ def _device_charts(readings: list[Reading]) -> list[Html | None]:
         (
             "GPU",
             "share",
-            "share of the time, or of the SMs",
-            (("utilisation", "in use", ""), ("sm_activity", "SM activity", "dashed")),
+            "share of the time, of the SMs, or of the warps",
+            (
+                ("utilisation", "any kernel runs", ""),
+                ("sm_activity", "SMs with work", "dashed"),
+                ("sm_occupancy", "warps of the most that fit", "dotted"),
+            ),
+        ),
+        (
+            "GPU memory traffic",
+            "share",
+            "share of the bandwidth, or of the time",
+            (("memory_bandwidth", "bandwidth used", ""), ("memory_activity", "read or written at all", "dashed")),
         ),
         ("GPU memory", "bytes", "in use", (("memory_bytes", "", ""),)),
         ("GPU power", "number", "W", (("power_w", "", ""),)),

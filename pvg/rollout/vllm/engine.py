@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from pvg.weights.transports.adapters import AdapterTransport
 
 LONG_REPLY = 1 << 18  # bytes that take some milliseconds to read: 2,000 tokens with their log-probs
+LOAD_EVERY_S = 1.0  # between two lines about the requests in flight, while there are any
 UNPUBLISHED = -1  # the version before the first that was published: whatever a server happens to have
 
 
@@ -74,6 +75,19 @@ class Needs:
     processed_logprobs: bool
     lora_rank: int
     routed_experts: bool = False
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """The time from the first request in flight to the moment when none is: what the log calls a batch."""
+
+    number: int
+    started: float  # seconds of time.perf_counter
+    before: EngineStats
+    told: float  # when the load was last written
+    announced: bool = False
+    completions: int = 0
+    longest_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -124,6 +138,8 @@ class VllmEngine(Engine):
         self._stats = EngineStats()
         self._in_flight = 0
         self._in_flight_since = 0.0
+        self._stretch: _Stretch | None = None
+        self._stretches = 0
         self._closed = False
         self._reading = ThreadPoolExecutor(1, "pvg-read")  # its thread begins with the first long reply
 
@@ -134,6 +150,10 @@ class VllmEngine(Engine):
     @property
     def remote(self) -> bool:
         return True
+
+    @property
+    def requests_in_flight(self) -> int:
+        return self._in_flight
 
     @property
     def max_in_flight(self) -> int:
@@ -163,11 +183,13 @@ class VllmEngine(Engine):
         if self._version == UNPUBLISHED:
             raise StateError("The servers have no weights of this run yet.", "Publish a version before sampling.")
         check_request(request)
-        self._enter()
+        asked = self._enter()
         try:
             async with asyncio.timeout(self._deadline_s):
                 with self._flights.take_off(request) as flight:
-                    return await self._with_retries(flight)
+                    completion = await self._with_retries(flight)
+            self._completed(asked)
+            return completion
         except TimeoutError:
             raise RolloutFailedError(
                 f"Rollout {request.id} was not finished within rollout.deadline_s = {self._deadline_s:g}.",
@@ -521,13 +543,61 @@ class VllmEngine(Engine):
                 "Start it with `pvg serve` and this experiment's settings.",
             )
 
-    def _enter(self) -> None:
+    def _enter(self) -> float:
+        """Count a request in; the time at which it came."""
         self._count_time()
         self._in_flight += 1
+        now = self._in_flight_since
+        if self._stretch is None:
+            self._stretch = _Stretch(self._stretches, now, self._stats, told=now)
+            self._stretches += 1
+            # Callers hand in their requests in one turn of the loop: the line that follows it has them all.
+            asyncio.get_running_loop().call_soon(self._announce, self._stretch)
+        else:
+            self._tell_load(self._stretch, now)
+        return now
+
+    def _completed(self, asked: float) -> None:
+        assert self._stretch is not None
+        self._stretch.completions += 1
+        self._stretch.longest_s = max(self._stretch.longest_s, time.perf_counter() - asked)
 
     def _leave(self) -> None:
         self._count_time()
         self._in_flight -= 1
+        stretch = self._stretch
+        assert stretch is not None
+        if self._in_flight:
+            self._tell_load(stretch, self._in_flight_since)
+        else:
+            self._stretch = None
+            self._conclude(stretch)
+
+    def _announce(self, stretch: _Stretch) -> None:
+        if not stretch.announced:
+            stretch.announced = True
+            place = {"batch": stretch.number, "inflight": self._in_flight}
+            self._events.event("gen", event="batch.start", **place, target_batch=self.max_in_flight)
+
+    def _tell_load(self, stretch: _Stretch, now: float) -> None:
+        if stretch.announced and now - stretch.told >= LOAD_EVERY_S:
+            stretch.told = now
+            self._events.event("gen", event="load", batch=stretch.number, inflight=self._in_flight)
+
+    def _conclude(self, stretch: _Stretch) -> None:
+        self._announce(stretch)  # it may have ended within one turn
+        passed = self._stats.seconds - stretch.before.seconds
+        self._events.event(
+            "gen",
+            event="batch.done",
+            batch=stretch.number,
+            inflight=0,
+            completions=stretch.completions,
+            tokens=self._stats.tokens - stretch.before.tokens,
+            rows=round((self._stats.rows - stretch.before.rows) / passed, 1) if passed else 0.0,
+            dur_ms=(self._in_flight_since - stretch.started) * 1e3,
+            longest_ms=stretch.longest_s * 1e3,
+        )
 
     def _count_time(self) -> None:
         """Seconds with requests in flight, and how many: what `stats` calls batches and rows."""
