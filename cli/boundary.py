@@ -23,16 +23,36 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from pvg.errors import EXIT_ENVIRONMENT, EXIT_USAGE, MissingRequirementError, PvgError, UsageError
+from pvg.errors import (
+    EXIT_ENVIRONMENT,
+    EXIT_USAGE,
+    MissingRequirementError,
+    PvgError,
+    UsageError,
+    one_line,
+    visible,
+)
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # as in pvg.store, which is not loaded for this
-# What a path that a user named can be, wherever it is first looked at.
-PATH_MISTAKES = {
+# What can be wrong with a path, wherever it is first looked at.
+PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),
     errno.ELOOP: (UsageError, "The link leads to itself; name another path."),
     errno.EACCES: (MissingRequirementError, "Ask for the permission, or name another path."),
+    errno.EPERM: (MissingRequirementError, "Ask for the permission, or name another path."),
+    errno.EISDIR: (UsageError, "A file is needed there; move the folder away."),
+    errno.ENOTDIR: (UsageError, "A folder is needed there; move the file away."),
+    errno.EEXIST: (UsageError, "Something else is needed there; move it away."),
+    errno.EROFS: (
+        MissingRequirementError,
+        "Make the file system writable, or copy the folder to a disk that can be written and work there.",
+    ),
+    errno.EIO: (MissingRequirementError, "Check the disk; what is damaged on it must be restored from a copy."),
+    errno.ESTALE: (MissingRequirementError, "Check the network file system, and try again."),
+    errno.EMFILE: (MissingRequirementError, "Raise the limit on open files (ulimit -n), and try again."),
 }
+PATH_MISTAKES |= dict.fromkeys(DISK_FULL, (MissingRequirementError, "Make room on that disk, and try again."))
 EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -58,8 +78,8 @@ def emit_error(kind: str, message: str, remedy: str, exit_code: int) -> None:
 
 
 def say(text: str, colour: str | None = None) -> None:
-    """A line on stderr; colours only where stderr is a terminal."""
-    typer.secho(text, err=True, fg=colour)
+    """A line on stderr; colours only where stderr is a terminal. Control characters are escaped."""
+    typer.secho(visible(text), err=True, fg=colour)
 
 
 def guarded(command: Command) -> Command:
@@ -76,8 +96,17 @@ def guarded(command: Command) -> Command:
 
 
 def _shortened(path: object) -> str:
-    name = str(path)
+    name = os.fsdecode(path) if isinstance(path, bytes) else str(path)
     return name if len(name) <= 80 else f"{name[:40]}...{name[-37:]}"
+
+
+def _stdout_is_full() -> bool:
+    """Whether what was printed did not fit: it is still in the buffer then, and fails again."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return error.errno in DISK_FULL
+    return False
 
 
 def _silence_stdout() -> None:
@@ -125,11 +154,12 @@ class Border:
             say("Stopped before anything was started.")
             self._document("Stopped", "Stopped before anything was started.", "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
-        elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename:  # of a stream, not a file
+        elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _stdout_is_full():
             self._no_room(error)
         elif isinstance(error, OSError) and error.errno in PATH_MISTAKES:
             kind_of, remedy = PATH_MISTAKES[error.errno]
-            self._mistake(kind_of(f"{_shortened(error.filename)}: {error.strerror}.", remedy))
+            path = error.filename2 or error.filename  # of a rename, where it leads
+            self._mistake(kind_of(f"{_shortened(path)}: {error.strerror}." if path else f"{error.strerror}.", remedy))
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
         ):
@@ -152,7 +182,7 @@ class Border:
         raise typer.Exit(EXIT_ENVIRONMENT) from error
 
     def _defect(self, error: Exception) -> None:
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)).rstrip("\n"))
         say(
             "This is a defect in pvg. Please report it with the lines above and the output of `pvg doctor --json`.",
             typer.colors.RED,
@@ -184,7 +214,8 @@ class Commands(TyperGroup):
 
 
 class UsageDocument:
-    """Writes the JSON document of a usage error that passes through; typer prints its text and exits with 2."""
+    """Makes the text of a usage error that passes through printable, and writes its JSON document; typer prints the
+    text and exits with 2."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -194,5 +225,7 @@ class UsageDocument:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, CommandLineError) and hasattr(error, "message"):
+            error.message = one_line(error.message)
         if self.as_json and isinstance(error, CommandLineError):
             emit_error("UsageError", str(error), "See --help.", EXIT_USAGE)

@@ -39,14 +39,11 @@ def rollout(
     debug: DebugOption = False,
 ) -> None:
     """Only sample and store: rollout.group_size solutions per problem and role, graded."""
-    import shutil
-
     from cli.board import Board
     from cli.driving import drive, watcher_for
     from cli.resolve import resolve
     from cli.runs import create, plan_new
     from cli.train import last_words
-    from pvg.errors import PvgError
     from pvg.hub import fetch_all
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
@@ -63,18 +60,13 @@ def rollout(
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
     board = Board(resolved.name, run.name, rounds=1, phases=("init",))
-    with run.lock():
-        try:
-            outcome = drive(
-                work,
-                watcher_for(board, resolved.telemetry.refresh_per_second),
-                last_words(run.name, as_json),
-                resolved.telemetry.event_loop,
-            )
-        except PvgError:
-            if not run.state.exists():
-                shutil.rmtree(run.path)
-            raise
+    with run.lock(discard=lambda: not run.state.exists()):
+        outcome = drive(
+            work,
+            watcher_for(board, resolved.telemetry.refresh_per_second),
+            last_words(run.name, as_json),
+            resolved.telemetry.event_loop,
+        )
     _tell(outcome, as_json)
 
 

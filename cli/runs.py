@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,16 +55,17 @@ def create(plan: Plan) -> RunDirectory:
         ) from error
 
 
-def plan_resume(name: str | None, overrides: Sequence[str], run_name: str) -> Plan:
+def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> Plan:
     """The run to go on with: `run_name`, or where that is empty the newest unfinished one of the experiment.
 
     Without an experiment's name the run's own settings are taken, with the overrides on top. Raises StateError that
-    names the difference when settings that change the outcome are not those of the run.
+    names the difference when settings that change the outcome are not those of the run. `clean`: a run that turns out
+    to be complete loses the unfinished files that a process killed after its last commit has left.
     """
     given = resolve(name, overrides) if name else None
     root = given.store.root if given else _root(overrides)
     run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
-    _refuse_unplayable(run)
+    _refuse_unplayable(run, clean)
     own = run.experiment()
     experiment = pinned(pinned_as(given or load_experiment(run.experiment_file, overrides), own), say)
     changed = differences(own.hashed(), experiment.hashed())
@@ -102,12 +104,23 @@ def _newest(root: Path, experiment: str) -> RunDirectory:
     )
 
 
-def _refuse_unplayable(run: RunDirectory) -> None:
+def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
+    run.load_state()  # says what is wrong with it
     summary = read_run(run)
     if summary.status == "complete":
-        raise UsageError(f"The run {run.name!r} is complete.", f"Look at it with: {report_command(run)}")
+        removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0
+        told = f" Removed {removed} unfinished files of its last process." if removed else ""
+        raise UsageError(f"The run {run.name!r} is complete.{told}", f"Look at it with: {report_command(run)}")
     if summary.status == "samples":
         raise UsageError(f"The run {run.name!r} holds samples of `pvg rollout`, not a game.", "Start one: pvg train")
+
+
+def _cleaned(run: RunDirectory) -> int:
+    from pvg.game.ledger import remove_uncommitted
+
+    with run.lock():
+        state = run.load_state().state
+        return 0 if state is None else len(remove_uncommitted(run, state))
 
 
 def _root(overrides: Sequence[str]) -> Path:

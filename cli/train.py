@@ -76,7 +76,10 @@ def train(
     if resume is not None and run_name is not None:
         raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
-    plan = plan_resume(name, settings, resume) if resume is not None else plan_new(resolve(name, settings), run_name)
+    if resume is not None:
+        plan = plan_resume(name, settings, resume, clean=not dry_run)
+    else:
+        plan = plan_new(resolve(name, settings), run_name)
     for warning in plan.experiment.warnings():
         say(f"warning: {warning}.")
     if dry_run:
@@ -119,12 +122,9 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 
 def _play(plan: Plan, as_json: bool) -> Outcome:
     """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
-    import shutil
-
     from cli.board import Board
     from cli.driving import drive, watcher_for
     from cli.runs import create
-    from pvg.errors import PvgError
     from pvg.reporting.run_summary import read_run
 
     run = plan.run if plan.resume else create(plan)
@@ -139,13 +139,8 @@ def _play(plan: Plan, as_json: bool) -> Outcome:
     if plan.resume:
         board.recall(read_run(run))
     watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
-    with run.lock():
-        try:
-            return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
-        except PvgError:
-            if not plan.resume and not run.state.exists():
-                shutil.rmtree(run.path)
-            raise
+    with run.lock(discard=lambda: not plan.resume and not run.state.exists()):
+        return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 
 def last_words(run: str, as_json: bool) -> bytes:

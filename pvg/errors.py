@@ -5,23 +5,49 @@ Everything else is a defect of ours and surfaces as the exception it is.
 
 from __future__ import annotations
 
+import re
+
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
+
+LONGEST_WORD = 300  # characters; longer ones (a key, a value, a path) lose their middle
+LONGEST_LINE = 2000
+
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
+
+
+def visible(text: str) -> str:
+    """`text` with every character that a terminal would not print, but for line ends, as an escape: \\x1b, \\udc80."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line of at most LONGEST_LINE characters: line ends become blanks, control characters
+    escapes, and long words and lines lose their middle."""
+    line = " ".join(part for part in map(str.strip, text.splitlines()) if part)
+    line = visible(_LONG_WORD.sub(lambda found: _shortened(found[0], LONGEST_WORD), line))
+    return _shortened(line, LONGEST_LINE)
+
+
+def _shortened(text: str, limit: int) -> str:
+    head = limit * 2 // 3
+    return text if len(text) <= limit else f"{text[:head]}...{text[head + 3 - limit :]}"
 
 
 class PvgError(Exception):
     """Base of the errors the command line prints without a traceback.
 
-    `message` says what is wrong in one line; `remedy` says what mends it (a command where there is one).
+    `message` says what is wrong in one line; `remedy` says what mends it (a command where there is one). Both pass
+    through `one_line`, since they may quote what a user or a file said.
     """
 
     exit_code = EXIT_USAGE
 
     def __init__(self, message: str, remedy: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
+        self.message = one_line(message)
+        self.remedy = one_line(remedy)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()

@@ -36,7 +36,7 @@ from pvg.game.server_notices import ServerNotices
 from pvg.game.session import InterruptedByUser
 from pvg.game.solver import solutions_of
 from pvg.game.states import Phase
-from pvg.store.atomic import make_directory
+from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.cuda_clock import CudaClock
@@ -127,6 +127,7 @@ async def open_study(
     tracer, folder = Tracer(), reading.directory.evaluation
     stack.enter_context(tracer.drive())
     make_directory(folder)
+    remove_temporaries(folder)
     log = EventLog(folder / "events.log")
     stack.callback(log.close)
     serving = experiment.serving

@@ -30,7 +30,6 @@ from pvg.store.atomic import DamagedFileError, make_directory, remove_temporarie
 from pvg.store.checkpoints import META_FILE, read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Task
 from pvg.telemetry.events import EventLog
@@ -74,7 +73,7 @@ class Reading:
     @classmethod
     def open(cls, directory: RunDirectory) -> Reading:
         """Raises StateError for a run without a commit, or whose commits are damaged."""
-        loaded = FileStateStore(directory.state).load()
+        loaded = directory.load_state()
         if loaded.state is None:
             raise StateError(
                 f"The run {directory.name!r} has not begun.", f"Play it: pvg train --resume {directory.name}"

@@ -5,6 +5,10 @@ ends a phase, and last replaces state.json. A process killed between any two of 
 state of the last commit and files that this state does not name: those are deleted, and appended files are cut back to
 their committed length. So nothing committed is ever lost and nothing uncommitted is ever seen twice (invariant 1).
 
+Nothing is deleted without a state: a run whose state files are gone, but whose other files show commits, is refused
+(`RunDirectory.load_state`). Nothing is committed to a folder that is no longer the one that this process opened
+(`RunDirectory.unchanged`).
+
 The ledger's thread does a whole commit: encoding, writing, and every fsync. Meanwhile the event loop goes on serving
 engines, servers and the display.
 """
@@ -12,10 +16,12 @@ engines, servers and the display.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -27,7 +33,7 @@ from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
-from pvg.store.journal import JsonLines, read_json_lines
+from pvg.store.journal import JsonLines, Mark, read_json_lines
 from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -41,6 +47,8 @@ if TYPE_CHECKING:
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
+MOST_MARKS = 64  # of one journal that a state keeps: they say which lines of it were changed
+
 
 class Ledger:
     """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before` counts
@@ -53,7 +61,8 @@ class Ledger:
         self.directory = directory
         self.log = EventLog(directory.events)
         self.notices: list[str] = []
-        self._store = FileStateStore(directory.state)
+        self._unchanged = directory.unchanged()
+        self._store = FileStateStore(directory.state, self._unchanged)
         self._shards = RolloutShards(directory.path)
         self._row_digests = experiment.store.row_digests
         self._pending: list[Rollout] = []
@@ -66,7 +75,7 @@ class Ledger:
         for record in told:
             self._metrics.append(record)
         self._spans.truncate(self.state.offsets.get("spans", 0))
-        self.steps_before = sum(record["kind"] == "step" for record in read_json_lines(directory.metrics))
+        self.steps_before = sum(record.get("kind") == "step" for record in read_json_lines(directory.metrics))
 
     def played_on(self, machine: str) -> str | None:
         """Record what the run goes on with; a notice when that is not what it was begun with."""
@@ -108,8 +117,16 @@ class Ledger:
         Cancelling waits for the thread and keeps what it committed, so that `state` is always what is on the disk.
         """
         started = time.perf_counter()
+        self._unchanged()
         label = f"{state.phase.value}-{state.step:05d}"
         rollouts = tuple(self._pending)
+        # Here, since the loop may append while the thread works: what comes later belongs to the next commit.
+        marks = {"metrics": self._metrics.mark, "spans": self._spans.mark}
+        state = replace(
+            state,
+            offsets={name: mark.bytes for name, mark in marks.items()},
+            marks={name: self._marks(name, mark) for name, mark in marks.items()},
+        )
         running = submit_in(self._disk, self._save, state, label, rollouts, checkpoint, finished)
         try:
             await asyncio.shield(running)
@@ -136,11 +153,9 @@ class Ledger:
     ) -> GameState:
         """In the disk's thread: the whole commit, in its order. Returns the state as it was committed."""
         state = self._write(state, label, rollouts, checkpoint)
-        # The loop may append meanwhile. What lies before an offset that was read before the sync is durable after it.
-        state = replace(state, offsets={"metrics": self._metrics.offset, "spans": self._spans.offset})
+        state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
         self._metrics.sync()
         self._spans.sync()
-        state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
         if finished is not None:
             self._write_manifest(state, finished)
         self._store.save(state.plain())
@@ -148,7 +163,7 @@ class Ledger:
 
     def _prune(self) -> None:
         """In the disk's thread, after a commit."""
-        prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
+        prune(self.directory.checkpoints, checkpoints_of(self._store))
 
     def _write(
         self, state: GameState, label: str, rollouts: Sequence[Rollout], checkpoint: Checkpoint | None
@@ -164,6 +179,13 @@ class Ledger:
             write_checkpoint(self.directory.checkpoints, name, *checkpoint)
             state = replace(state, checkpoint=name)
         return state
+
+    def _marks(self, name: str, mark: Mark) -> list[Mark]:
+        """Those of earlier commits, old ones thinned out, and this commit's."""
+        kept = [Mark(*plain) for plain in self.state.marks.get(name, ())]
+        if len(kept) >= MOST_MARKS:
+            kept = [*kept[:-1:2], kept[-1]]
+        return [*kept, mark]
 
     def _write_manifest(self, after: GameState, metrics: Mapping[str, float | None]) -> None:
         """Before the state is committed: a process killed in between finishes the phase, and writes it, once more."""
@@ -226,7 +248,7 @@ class Ledger:
 
     def _recover(self, experiment: Experiment, code_version: str) -> GameState:
         """The last commit whose files are all whole, with everything that no commit names removed."""
-        loaded = self._store.load(check=self._check_files)
+        loaded = self.directory.load_state(self._check_files)
         if loaded.state is None:
             state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=digests(experiment))
             self._copy_code(experiment)
@@ -240,9 +262,7 @@ class Ledger:
         if loaded.notice:
             self.notices.append(loaded.notice)
             self._store.go_back()
-        removed = self._shards.recover([ShardInfo.from_plain(plain) for plain in state.shards])
-        removed += prune(self.directory.checkpoints, self._named_by_commits("checkpoint"))
-        removed += prune(self.directory.weights, set(state.weights))
+        removed = remove_uncommitted(self.directory, state.plain())
         if removed:
             self.notices.append(f"Removed {len(removed)} unfinished files of an interrupted commit.")
         return state
@@ -258,7 +278,12 @@ class Ledger:
         with open(self.directory.metrics, "rb") as file:
             file.seek(offset)
             lines = file.read().splitlines()
-        return [orjson.loads(line) for line in lines if line.startswith(b'{"kind":"run"')]
+        found = []
+        for line in lines:
+            if line.startswith(b'{"kind":"run"'):
+                with contextlib.suppress(orjson.JSONDecodeError):  # no commit vouches for what comes after it
+                    found.append(orjson.loads(line))
+        return found
 
     def _check_files(self, plain: Mapping[str, Any]) -> None:
         """Raises DamagedFileError when a file that a commit names is missing or damaged."""
@@ -268,10 +293,22 @@ class Ledger:
             verify_checkpoint(self.directory.weights, name)
         if plain["checkpoint"]:
             verify_checkpoint(self.directory.checkpoints, plain["checkpoint"])
+        for path in (self.directory.metrics, self.directory.spans):
+            self.directory.verify_journal(plain, path)
 
-    def _named_by_commits(self, field: str) -> set[str]:
-        """Checkpoints of the last commit and of the one before it: either may have to be resumed."""
-        return {commit[field] for commit in self._store.commits() if commit[field]}
+
+def checkpoints_of(store: FileStateStore) -> set[str]:
+    """Checkpoints of the last commit and of the one before it: either may have to be resumed."""
+    return {commit["checkpoint"] for commit in store.commits() if commit["checkpoint"]}
+
+
+def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> list[Path]:
+    """Remove what no commit names, `state` being the last one as plain data, and the temporary files of dead processes;
+    returns what was removed. Only for the process that holds the run's lock."""
+    removed = RolloutShards(directory.path).recover([ShardInfo.from_plain(plain) for plain in state["shards"]])
+    removed += prune(directory.checkpoints, checkpoints_of(FileStateStore(directory.state)))
+    removed += prune(directory.weights, set(state["weights"]))
+    return removed + directory.remove_temporaries()
 
 
 def check_same_code(state: GameState, experiment: Experiment) -> None:

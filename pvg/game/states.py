@@ -7,7 +7,7 @@ Invariant: a state on disk names only files that exist whole; whatever it does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -43,9 +43,10 @@ class GameState:
     `step` counts the finished units of the phase (mint chunks or optimizer steps). `shards` are the committed rollout
     shards as plain data, `checkpoint` names the trainer's committed checkpoint, `weights` the committed weight folders.
     `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
-    metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files. `machine` is
-    what the last bits of every result depend on: torch, device, threads. `own_code` are the digests of the user's files
-    that the experiment names (pvg.extensions). `peak_memory` is the most that any process of the run held, in bytes
+    metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files, `marks` their
+    lengths and digests at earlier commits and, last, at this one (pvg.store.journal.Mark). `machine` is what the last
+    bits of every result depend on: torch, device, threads. `own_code` are the digests of the user's files that the
+    experiment names (pvg.extensions). `peak_memory` is the most that any process of the run held, in bytes
     (pvg.telemetry.device.peak_memory), up to its last commit.
     """
 
@@ -62,6 +63,7 @@ class GameState:
     progress: Mapping[str, Any] = field(default_factory=dict)
     rounds: tuple[Mapping[str, float | None], ...] = ()
     offsets: Mapping[str, int] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
     machine: str = ""
     own_code: Mapping[str, str] = field(default_factory=dict)
     peak_memory: Mapping[str, float] = field(default_factory=dict)
@@ -93,6 +95,7 @@ class GameState:
             "progress": dict(self.progress),
             "rounds": [dict(metrics) for metrics in self.rounds],
             "offsets": dict(self.offsets),
+            "marks": {name: [list(mark) for mark in marks] for name, marks in self.marks.items()},
             "machine": self.machine,
             "own_code": dict(self.own_code),
             "peak_memory": dict(self.peak_memory),

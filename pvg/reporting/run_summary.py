@@ -1,8 +1,8 @@
 """A run directory read into plain data: what `pvg report` and the end of `pvg train` show.
 
 Reads experiment.toml, state.json and metrics.jsonl; the last two need not be finished, or even be there. A torn
-last line (the run was killed while writing it, or writes it now) is left out and noted. Where a step is told twice the
-last one counts.
+last line (the run was killed while writing it, or writes it now) is left out and noted. Lines that differ from what was
+committed are noted too. If a step was recorded twice, the last record counts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from pvg.errors import PvgError
 from pvg.reporting.figures import total_budget
+from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.state import FileStateStore
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
@@ -162,6 +162,10 @@ def read_run(run: RunDirectory) -> RunSummary:
     experiment = run.experiment()
     notes: list[str] = []
     state = _committed_state(run, notes)
+    try:
+        run.verify_journal(state, run.metrics)
+    except DamagedFileError as error:
+        notes.append(str(error))
     records = _known(list(_records(run, notes)), run, notes)
     rounds = dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ())))
     rounds |= {record["round"]: _finite(record["metrics"]) for record in records if record["kind"] == "round"}
@@ -211,7 +215,7 @@ def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirect
         run = RunDirectory(root / name)
         try:
             of = run.experiment().name
-            state = FileStateStore(run.state).load().state or {}
+            state = run.load_state().state or {}
         except PvgError:
             continue
         if status_of(state) in ("empty", "unfinished") and experiment in (None, of):
@@ -225,7 +229,7 @@ def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirect
 
 def _committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
     try:
-        loaded = FileStateStore(run.state).load()
+        loaded = run.load_state()
     except PvgError as error:
         notes.append(str(error))
         return {}

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pvg.errors import MissingRequirementError, StateError
 
 TEMPORARY_PREFIX = ".tmp-"
+TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # as temporary_beside makes it
+OLD_S = 3600.0  # no process writes one file for so long
 
 # No space, no quota, and the file size limit of the process: to the user all three are "it does not fit".
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -26,9 +30,10 @@ class DamagedFileError(StateError):
     """A stored file that is missing, cut short, or whose bytes are not those that were written. Names the file."""
 
 
-def write_atomic(path: Path, data: bytes | memoryview) -> None:
+def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
     """Replace `path` by `data`, durably: temporary file beside it, write, fsync, rename, fsync of the folder.
 
+    `before` is called just before the rename; when it raises, `path` stays as it is and the temporary is removed.
     Raises MissingRequirementError when the disk is full (the old file is intact, the temporary removed); any other
     OSError surfaces as it is, with the temporary removed too.
     """
@@ -36,6 +41,8 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
     with disk_full_explained(path):
         try:
             write_synced(temporary, data)
+            if before is not None:
+                before()
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -69,19 +76,33 @@ def temporary_beside(path: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    return path.name.startswith(TEMPORARY_PREFIX)
+    return TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
 def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
     """Remove what dead writers of `name` (default: of anything) left in `directory`; returns what was removed.
 
     Only for the one process that may write `name` (RunDirectory.lock): the temporaries of a living writer look the
-    same.
+    same. Files whose names `temporary_beside` cannot have made are left alone.
     """
+    return _remove(_temporaries(directory, name))
+
+
+def remove_old_temporaries(directory: Path, name: str) -> list[Path]:
+    """As `remove_temporaries`, but only those that were last written OLD_S ago: for a `name` that any process may
+    write."""
+    now = time.time()
+    return _remove([path for path in _temporaries(directory, name) if now - path.lstat().st_mtime > OLD_S])
+
+
+def _temporaries(directory: Path, name: str) -> list[Path]:
     if not directory.is_dir():
         return []
-    start = f"{TEMPORARY_PREFIX}{name}-" if name else TEMPORARY_PREFIX
-    leftovers = sorted(path for path in directory.iterdir() if path.name.startswith(start))
+    found = ((path, TEMPORARY_NAME.fullmatch(path.name)) for path in directory.iterdir())
+    return sorted(path for path, match in found if match and name in ("", match["of"]))
+
+
+def _remove(leftovers: list[Path]) -> list[Path]:
     for path in leftovers:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -129,5 +150,5 @@ def disk_full(path: Path, number: int) -> MissingRequirementError:
     }[number]
     return MissingRequirementError(
         f"The disk is full while writing {path}: {os.strerror(number)}.",
-        f"{remedy} and continue with --resume; everything committed before is intact.",
+        f"{remedy} and try again. A run that has commits keeps them: continue it with --resume.",
     )

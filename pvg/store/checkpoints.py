@@ -22,7 +22,6 @@ from pvg.store.atomic import (
     DamagedFileError,
     disk_full,
     disk_full_explained,
-    is_temporary,
     make_directory,
     remove_temporaries,
     sync_directory,
@@ -123,7 +122,7 @@ def prune(directory: Path, keep: set[str]) -> list[Path]:
         return []
     removed = remove_temporaries(directory)
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and not is_temporary(path) and path.name not in keep:
+        if path.is_dir() and NAME.fullmatch(path.name) and path.name not in keep:
             # Renamed first: half a removal must not look like a checkpoint.
             doomed = temporary_beside(path)
             path.rename(doomed)

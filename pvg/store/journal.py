@@ -1,22 +1,32 @@
 """Files of one JSON object per line: appended while a run goes on, cut back to the last commit when it is resumed.
 
-Invariants: every line but the last is whole; what lies before an `offset` that was `sync`ed survives a power cut.
+Invariants: every line but the last is whole; what lies before an `offset` that was `sync`ed survives a power cut; a
+change to what lies before a committed `mark` is found by `verify`.
 
 NaN and infinity have no JSON: orjson writes them as null. A caller to whom that matters counts them before appending.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import orjson
 
 from pvg.store.atomic import DamagedFileError, disk_full_explained, sync_directory
 
 TAIL_BLOCK = 65_536  # bytes read at a time when looking backwards for the end of the last whole line
+READ_BLOCK = 1 << 20  # bytes read at a time for a digest
+
+
+class Mark(NamedTuple):
+    """The state of a journal at a commit: its length in bytes, and the sha256 of those bytes in hex."""
+
+    bytes: int
+    sha256: str
 
 
 class JsonLines:
@@ -37,11 +47,17 @@ class JsonLines:
         self.torn = size - self._offset
         if self.torn:
             os.ftruncate(self._file.fileno(), self._offset)
+        self._digest = _digest_of(path, self._offset)
 
     @property
     def offset(self) -> int:
         """Bytes of whole lines so far: what a commit records, after `sync`."""
         return self._offset
+
+    @property
+    def mark(self) -> Mark:
+        """Length and digest of the whole lines so far: what a commit records, after `sync`."""
+        return Mark(self._offset, self._digest.hexdigest())
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line through to the operating system (a killed process loses nothing, a power cut may).
@@ -49,8 +65,8 @@ class JsonLines:
         Numpy scalars and arrays are written as numbers and lists. On a full disk the file is cut back to its whole
         lines and MissingRequirementError is raised.
         """
-        rest = memoryview(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
-        length = len(rest)
+        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+        rest = memoryview(line)
         with disk_full_explained(self.path):
             try:
                 while rest:
@@ -58,7 +74,8 @@ class JsonLines:
             except BaseException:
                 os.ftruncate(self._file.fileno(), self._offset)
                 raise
-        self._offset += length
+        self._offset += len(line)
+        self._digest.update(line)
 
     def sync(self) -> None:
         """fsync: everything before `offset` is durable from here on."""
@@ -78,7 +95,8 @@ class JsonLines:
         if offset < 0 or _end_of_last_line(self.path, offset) != offset:
             raise DamagedFileError(f"No line of {self.path} ends at the committed offset {offset}.", remedy)
         os.ftruncate(self._file.fileno(), offset)
-        self._offset = offset
+        if offset < self._offset:
+            self._offset, self._digest = offset, _digest_of(self.path, offset)
         self.sync()
 
     def close(self) -> None:
@@ -129,6 +147,55 @@ class JsonLinesReader:
 def read_json_lines(path: Path) -> JsonLinesReader:
     """The objects of `path`, one per line. Errors: see JsonLinesReader; a missing file raises FileNotFoundError."""
     return JsonLinesReader(path)
+
+
+def verify(path: Path, marks: Sequence[Mark]) -> None:
+    """Check the committed part of a journal: the bytes before the last of `marks`, which are in ascending order.
+
+    Earlier marks narrow down where a change lies. Raises DamagedFileError that names the file and the lines; a missing
+    file counts as an empty one.
+    """
+    if not marks or not marks[-1].bytes:
+        return
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by the with below)
+    except FileNotFoundError:
+        raise _not_committed(f"{path} is missing, but {marks[-1].bytes} bytes of it were committed.") from None
+    except IsADirectoryError:
+        raise _not_committed(f"{path} is a folder, not a file.") from None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size < marks[-1].bytes:
+            raise _not_committed(f"{path} has {size} bytes, but {marks[-1].bytes} were committed.")
+        digest, done, first_line = hashlib.sha256(), 0, 1
+        for mark in marks:
+            lines = _add(digest, file, mark.bytes - done)
+            if digest.hexdigest() != mark.sha256:
+                where = f"lines {first_line} to {max(first_line, first_line + lines - 1)}"
+                raise _not_committed(f"{path}, {where}: this is not what was committed (the checksum differs).")
+            first_line += lines
+            done = mark.bytes
+
+
+def _not_committed(message: str) -> DamagedFileError:
+    return DamagedFileError(message, "Restore the file from a copy, or start a new run.")
+
+
+def _digest_of(path: Path, length: int) -> hashlib._Hash:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        _add(digest, file, length)
+    return digest
+
+
+def _add(digest: hashlib._Hash, file: IO[bytes], length: int) -> int:
+    """Add the next `length` bytes of `file` to `digest`; returns how many lines end in them."""
+    lines = 0
+    while length > 0 and (block := file.read(min(length, READ_BLOCK))):
+        digest.update(block)
+        lines += block.count(b"\n")
+        length -= len(block)
+    return lines
 
 
 def _end_of_last_line(path: Path, end: int) -> int:

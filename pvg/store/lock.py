@@ -1,33 +1,122 @@
-"""One process at a time: a lock on a file, which the kernel releases however the process ends."""
+"""One process at a time: a lock that the kernel releases however the process ends.
+
+The lock is on the folder that holds the lock file, and on the file. The folder's lock cannot be taken away: a deleted
+or replaced lock file lets nobody in, and a folder that is moved stays locked under its new name. A file system that
+cannot lock folders (NFS) has the file's lock alone; `unchanged` then finds a lock file that was deleted or replaced.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pvg.errors import PvgError
+from pvg.errors import PvgError, StateError
+from pvg.store.atomic import disk_full_explained
+
+Identity = tuple[int, int]  # device and inode: what a path leads to
+
+# What flock answers on a file system that cannot lock folders.
+NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EISDIR})
 
 
 @contextmanager
 def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
-    """Hold `file`, which is created where it is not there. Raises `refusal(owner)` when another process holds it.
+    """Hold `file`, which is created if it is missing, and its folder. Raises `refusal(owner)` when another process
+    holds either.
 
-    The lock belongs to the open file, so a forked child shares it until it ends or executes another program.
+    The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        if not _lock_folder(folder):
+            raise refusal(_owner(_read(file)))
+        with disk_full_explained(file):
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise refusal(_owner(os.pread(descriptor, 32, 0))) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise refusal(_owner(os.pread(descriptor, 32, 0))) from None
+            with disk_full_explained(file):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+    finally:
+        os.close(folder)
+
+
+class Unchanged:
+    """Finds out whether a folder, and the lock file in it, are still those that were there at first.
+
+    A process that holds the lock of a folder calls this before each commit: its lock says nothing about another folder
+    that has taken the same path.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._folder_was, self._file_was = _identity(file.parent), _identity(file)
+
+    def __call__(self) -> None:
+        """Raises StateError when the folder was moved, deleted or replaced, or when its lock is in danger."""
+        folder = self._file.parent
+        if self._folder_was is None or _identity(folder) != self._folder_was:
+            raise StateError(
+                f"The folder {folder} was moved, deleted or replaced while this process was writing to it.",
+                "What was committed is where that folder is now; if it was moved, go on there: pvg train --resume PATH",
+            )
+        file = _identity(self._file)
+        if file == self._file_was or (file is None and _can_lock(folder)):
+            return
+        raise StateError(
+            f"The lock file {self._file} was deleted or replaced, so that another process may be writing to {folder}.",
+            "Nothing more was committed. Stop the other process, or go on later: pvg train --resume "
+            + folder.resolve().name,
+        )
+
+
+def _lock_folder(descriptor: int) -> bool:
+    """Lock an open folder; False when another process has it. A file system that cannot do this lets everyone pass."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_FOLDER_LOCKS:
+            raise
+    return True
+
+
+def _can_lock(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in NO_FOLDER_LOCKS:
+            raise
+        return False
     finally:
         os.close(descriptor)
+    return True
+
+
+def _identity(path: Path) -> Identity | None:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _read(file: Path) -> bytes:
+    return file.read_bytes()[:32] if file.is_file() else b""
 
 
 def _owner(content: bytes) -> str:

@@ -9,15 +9,25 @@ Invariants: `experiment.toml` is written once, when the run is created; at most 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pvg.errors import UsageError
+from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError
 from pvg.experiment import Experiment, load_experiment, nearest
-from pvg.store.atomic import is_temporary, make_directory, write_atomic
-from pvg.store.lock import exclusive
+from pvg.store.atomic import (
+    DamagedFileError,
+    is_temporary,
+    make_directory,
+    remove_old_temporaries,
+    remove_temporaries,
+    write_atomic,
+)
+from pvg.store.journal import Mark, read_json_lines, verify
+from pvg.store.lock import Unchanged, exclusive
+from pvg.store.state import FileStateStore, LoadedState, State
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -28,6 +38,10 @@ def refuse_name(name: str) -> None:
         raise UsageError(
             f"{name!r} cannot be the name of a run.", "Use at most 120 letters, digits, dots, dashes and underscores."
         )
+
+
+# Records that are written before a run's first commit. Every other kind follows a commit.
+BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "alert"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +120,18 @@ class RunDirectory:
         refuse_name(name)
         run = cls(root / name)
         run._refuse_existing()
+        made = not run.path.exists()
         make_directory(run.path)
-        with run.lock():
-            run._refuse_existing()  # another process may have created it since
-            for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
-                make_directory(folder)
-            write_atomic(run.experiment_file, experiment.to_toml().encode())
+        try:
+            with run.lock(discard=lambda: made and not run.experiment_file.exists()):
+                run._refuse_existing()  # another process may have created it since
+                for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
+                    make_directory(folder)
+                write_atomic(run.experiment_file, experiment.to_toml().encode())
+        except (OSError, MissingRequirementError):
+            if made and run.path.exists() and {entry.name for entry in run.path.iterdir()} <= {run.lock_file.name}:
+                shutil.rmtree(run.path)  # not even its lock could be written
+            raise
         return run
 
     @classmethod
@@ -137,13 +157,80 @@ class RunDirectory:
         return load_experiment(self.experiment_file)
 
     @contextmanager
-    def lock(self) -> Iterator[RunDirectory]:
+    def lock(self, discard: Callable[[], bool] = lambda: False) -> Iterator[RunDirectory]:
         """Be the one process that drives this run; the kernel releases the lock however the process ends.
 
-        Raises UsageError with the other process's id when the run is being driven already.
+        Raises UsageError with the other process's id when the run is being driven already. When the folder was moved,
+        deleted or replaced meanwhile, an error that leaves the block becomes the StateError that says so. `discard`
+        is asked when an error of the user's or of the disk leaves the block: whether to remove the folder.
         """
         with exclusive(self.lock_file, self._driven_elsewhere):
-            yield self
+            unchanged = self.unchanged()
+            try:
+                yield self
+            except Exception as error:
+                try:
+                    unchanged()
+                except StateError as cause:
+                    raise cause from error
+                if isinstance(error, (PvgError, OSError)) and discard():
+                    shutil.rmtree(self.path)
+                raise
+
+    def unchanged(self) -> Callable[[], None]:
+        """A call that raises StateError once the folder or its lock are not those of now any more."""
+        return Unchanged(self.lock_file)
+
+    def load_state(self, check: Callable[[State], None] | None = None) -> LoadedState:
+        """The last valid commit, see FileStateStore.load. Changes no file.
+
+        A run that has no state file has made no commit. Raises StateError when other files show that it has.
+        """
+        store = FileStateStore(self.state)
+        loaded = store.load(check)
+        if loaded.state is None and (signs := self._signs_of_commits()):
+            raise StateError(
+                f"{self.path} has no {store.path.name} and no {store.previous_path.name}, but it has commits: "
+                f"it holds {', '.join(signs)}.",
+                "Put one of the two files back from a copy. Without them the run cannot go on, and nothing in it is "
+                f"changed; start a new run with --name. What is there can be read: pvg report {self.name}",
+            )
+        return loaded
+
+    def verify_journal(self, state: State, path: Path) -> None:
+        """Check `metrics` or `spans` against a committed state. Raises DamagedFileError that names the changed lines.
+
+        States of older versions of pvg have no marks; then nothing is checked.
+        """
+        verify(path, [Mark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
+
+    def _signs_of_commits(self) -> list[str]:
+        """Files that are only written from the first commit on."""
+        folders = (self.manifest, self.rollouts, self.checkpoints, self.weights)
+        signs = [f"{folder.name}/{name}" for folder in folders if (name := _first_entry(folder))]
+        if self.spans.is_file() and self.spans.stat().st_size:
+            signs.append(self.spans.name)
+        try:
+            records = read_json_lines(self.metrics) if self.metrics.is_file() else ()
+            played = any(record.get("kind") not in BEFORE_THE_FIRST_COMMIT for record in records)
+        except DamagedFileError:
+            played = True  # what it held cannot be told
+        return [*signs, self.metrics.name] if played else signs
+
+    def remove_temporaries(self) -> list[Path]:
+        """Remove the temporary files that dead processes left in the run's own folder, its manifests and its code;
+        returns what was removed. Only for the process that holds the lock.
+
+        A report may be written by a living process without the lock: its temporary must be old.
+        """
+        store = FileStateStore(self.state)
+        removed = []
+        for path in (self.experiment_file, store.path, store.previous_path):
+            removed += remove_temporaries(self.path, path.name)
+        removed += remove_old_temporaries(self.path, self.report.name)
+        for folder in (self.manifest, self.code):
+            removed += remove_temporaries(folder)
+        return removed
 
     def _refuse_existing(self) -> None:
         if self.experiment_file.exists():
@@ -171,6 +258,11 @@ class RunDirectory:
             f"The run {self.name!r} is being driven by {owner}.",
             "Wait until it is done or stop it (Ctrl-C commits first), or give the new run another name.",
         )
+
+
+def _first_entry(folder: Path) -> str:
+    """The name of one thing in `folder`; "" when there is none."""
+    return min((entry.name for entry in folder.iterdir()), default="") if folder.is_dir() else ""
 
 
 def runs_in(root: Path) -> list[str]:

@@ -48,8 +48,10 @@ class StateStore(Protocol):
 class FileStateStore:
     """The state as a file at `path` (`state.json`), with the commit before it at `state.previous.json`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unchanged: Callable[[], None] | None = None) -> None:
+        """`unchanged` is called just before a commit counts; when it raises, the commit has not happened."""
         self.path = path
+        self._unchanged = unchanged
         self.previous_path = path.with_name(f"{path.stem}.previous{path.suffix}")
 
     def load(self, check: Callable[[State], None] | None = None) -> LoadedState:
@@ -70,7 +72,7 @@ class FileStateStore:
         except DamagedFileError as error:
             raise StateError(
                 f"{reason} The commit before it cannot be used either: {error.message}",
-                "Nothing committed is left to resume; start a new run.",
+                "Restore the damaged files from a copy, or start a new run with --name.",
             ) from None
         return LoadedState(state, f"{reason} Went back to the commit before it ({self.previous_path.name}).")
 
@@ -84,8 +86,8 @@ class FileStateStore:
         for path in (self.path, self.previous_path):
             remove_temporaries(path.parent, path.name)
         if _is_valid(self.path):
-            write_atomic(self.previous_path, self.path.read_bytes())
-        write_atomic(self.path, data)
+            write_atomic(self.previous_path, self.path.read_bytes(), self._unchanged)
+        write_atomic(self.path, data, self._unchanged)
 
     def go_back(self) -> None:
         """Make the commit before the last the last one, in one replacement; for when `load` passed over the last.
@@ -94,7 +96,7 @@ class FileStateStore:
         kill at that instant would leave nothing to resume. Raises DamagedFileError when there is none to go back to.
         """
         _read(self.previous_path, None)
-        write_atomic(self.path, self.previous_path.read_bytes())
+        write_atomic(self.path, self.previous_path.read_bytes(), self._unchanged)
 
     def commits(self) -> list[dict[str, Any]]:
         """The valid states on disk, newest first: what any of them names must not be pruned (invariant 2)."""
@@ -117,6 +119,8 @@ def _read(path: Path, check: Callable[[State], None] | None) -> dict[str, Any]:
         envelope = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing.") from None
+    except IsADirectoryError:
+        raise DamagedFileError(f"{path} is a folder, not a file.") from None
     except orjson.JSONDecodeError as error:
         raise DamagedFileError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(envelope, dict) or envelope.keys() != {"schema", "checksum", "state"}:

@@ -21,9 +21,8 @@ from typing import Any, Literal
 from pvg.errors import PvgError, StateError, UsageError
 from pvg.experiment import differences
 from pvg.reporting.run_summary import status_of
-from pvg.store.atomic import make_directory, write_atomic
+from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.lock import exclusive
-from pvg.store.state import FileStateStore
 from pvg.study.evaluated import lacking
 from pvg.study.plan import Cell, Evaluate
 
@@ -84,6 +83,8 @@ class StudyFolder:
             raise UsageError(f"{self.path} is a run, not a study.", "Choose another folder with --runs FOLDER.")
         make_directory(self.cells)
         with exclusive(self.path / "lock", self._played_elsewhere):
+            for folder in (self.path, self.cells):
+                remove_temporaries(folder)
             yield
 
     def _played_elsewhere(self, owner: str) -> UsageError:
@@ -99,7 +100,7 @@ def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Stan
     if not cell.run.experiment_file.is_file():
         return Standing("new", reason=reason)
     try:
-        state = FileStateStore(cell.run.state).load().state or {}
+        state = cell.run.load_state().state or {}
     except PvgError as error:
         return Standing("damaged", reason=str(error))
     rounds = tuple({k: v for k, v in row.items() if v is not None} for row in state.get("rounds", ()))

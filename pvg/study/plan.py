@@ -285,8 +285,8 @@ def resolve_arms(file: StudyFile, origin: str, overrides: Sequence[str] = ()) ->
         except PvgError as error:
             mistakes[str(error)] = None
     if mistakes:
-        head = f"{len(mistakes)} mistakes in {origin}:\n" if len(mistakes) > 1 else ""
-        raise ConfigurationError(head + "\n".join(mistakes))
+        head = f"{len(mistakes)} mistakes in {origin}: " if len(mistakes) > 1 else ""
+        raise ConfigurationError(head + " | ".join(mistakes))
     _refuse_doubles(arms, origin)
     return arms
 

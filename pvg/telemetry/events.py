@@ -41,6 +41,7 @@ class EventLog:
     """Appends events to a file; `close` it when the run ends."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def event(self, tag: str, **fields: object) -> None:
@@ -49,7 +50,11 @@ class EventLog:
     def line(self, text: str) -> None:
         if self._file is None:
             raise RuntimeError("The event log is closed.")
-        os.write(self._file, (text + "\n").encode())
+        try:
+            os.write(self._file, (text + "\n").encode())
+        except OSError as error:  # it knows the number of the file only
+            error.filename = str(self._path)
+            raise
 
     def close(self) -> None:
         if self._file is not None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from calling import ENTRY, Called, pvg
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cli.doctor
 from cli.doctor import Finding
-from pvg.errors import MissingRequirementError
+from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, one_line, visible
 
 
 def assert_told(called: Called, code: int, *parts: str) -> None:
@@ -25,6 +27,10 @@ def assert_told(called: Called, code: int, *parts: str) -> None:
 
 def mistake_name(value: object) -> str:
     return "-".join(value) if isinstance(value, tuple) else ""
+
+
+def ascii_start(text: str) -> str:
+    return ascii(text[:10])
 
 
 MISTAKES = [
@@ -172,6 +178,70 @@ def test_output_that_does_not_fit_is_no_defect(arguments: tuple[str, ...], code:
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@settings(deadline=None)
+@given(st.text(max_size=400) | st.text(alphabet="ab \n\x1b\u202e\udc80", min_size=2000, max_size=5000))
+def test_one_line_is_one_printable_line_of_bounded_length(text: str) -> None:
+    line = one_line(text)
+    assert line.isprintable()
+    assert len(line) <= LONGEST_LINE
+    assert all(len(word) <= 10 * LONGEST_WORD for word in line.split())  # ten characters for one that is escaped
+    assert one_line(line.strip()) == line.strip() or len(line) > LONGEST_WORD
+    assert visible(text).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("text", ["plain", "with blanks", "é, 中文, 😀", "/a/path" * 40])
+def test_what_is_printable_and_short_stays_as_it_is(text: str) -> None:
+    assert one_line(text) == text
+
+
+HOSTILE = [
+    "k" * 100_000,
+    "a." * 50_000,
+    "\x1b[31mred\x07",
+    "two\nlines\r\x0bthree",
+    "\u202egnp",
+    "\udc80",
+    " k" * 50_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii_start)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("config", "show", "-s", "{}=1"),
+        ("config", "show", "-s", "seed={}"),
+        ("config", "show", "{}"),
+        ("train", "--name", "{}"),
+        ("report", "{}"),
+        ("train", "--{}"),
+        ("{}",),
+    ],
+    ids=lambda arguments: "-".join(arguments).strip("-"),
+)
+def test_what_a_user_typed_is_quoted_in_one_printable_line(arguments: tuple[str, ...], text: str) -> None:
+    typed = [word.replace("{}", text) for word in arguments]
+    called = pvg(*typed, "--json")
+    assert called.code in (2, 3)
+    assert called.document["error"]["message"].isprintable()
+    assert len(called.document["error"]["message"]) <= LONGEST_LINE
+    lines = called.err.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert len(called.err) < 4 * LONGEST_LINE
+    assert len(lines) <= 2 or not lines[0].startswith("error: ")  # typer draws a box around its own
+
+
+def test_a_traceback_is_printable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug of \x1b[31m ours")
+
+    monkeypatch.setattr("cli.resolve.resolve", broken)
+    called = pvg("config", "show")
+    assert called.code == 70
+    assert r"RuntimeError: a bug of \x1b[31m ours" in called.err
+    assert called.err.replace("\n", "").isprintable()
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

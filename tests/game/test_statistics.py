@@ -60,6 +60,7 @@ def test_repeated_rollouts_have_the_prompt_and_the_tokens_of_an_earlier_one():
     found = sampling_metrics([ROLLOUT, longer, ROLLOUT, other_prompt, ROLLOUT], EngineStats(), 1.0)
     assert found["repeated"] == pytest.approx(2 / 5)
 
+
 def test_the_table_of_examples_has_flaws_by_score_then_the_least_believed_correct_ones():
     rows = example_rows([each for each, _ in SAMPLE], columns())
     assert [(row["role"], row["correct"], row["score"]) for row in rows] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from store_samples import flip_byte
 
 from pvg.store import DamagedFileError, JsonLines, read_json_lines
+from pvg.store.journal import Mark, verify
 
 RECORDS = st.lists(st.dictionaries(st.text(), st.integers(-(2**53), 2**53) | st.text() | st.none(), max_size=3))
 
@@ -100,3 +102,64 @@ def test_numbers_without_json_become_null_and_numpy_becomes_plain(tmp_path: Path
     with JsonLines(tmp_path / "a.jsonl") as journal:
         journal.append({"nan": math.nan, "inf": -math.inf, "f": np.float32(0.5), "i": np.int64(3), "v": np.arange(2)})
     assert list(read_json_lines(journal.path)) == [{"nan": None, "inf": None, "f": 0.5, "i": 3, "v": [0, 1]}]
+
+
+def three_commits(path: Path) -> list[Mark]:
+    """Two lines before each mark, and one line that no commit vouches for."""
+    marks = []
+    with JsonLines(path) as journal:
+        for number in range(6):
+            journal.append({"step": number, "loss": 0.25})
+            if number % 2:
+                marks.append(journal.mark)
+        journal.append({"step": 6})
+    return marks
+
+
+def test_a_mark_is_of_what_the_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    marks = three_commits(path)
+    data = path.read_bytes()
+    assert [mark.sha256 for mark in marks] == [hashlib.sha256(data[: mark.bytes]).hexdigest() for mark in marks]
+    with JsonLines(path) as journal:
+        assert journal.mark == Mark(len(data), hashlib.sha256(data).hexdigest())
+        journal.truncate(marks[1].bytes)
+        assert journal.mark == marks[1]
+        journal.append({"step": 4, "loss": 0.25})
+        journal.append({"step": 5, "loss": 0.25})
+        assert journal.mark == marks[2]
+
+
+def test_any_change_before_a_mark_is_found_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    marks = three_commits(path)
+    verify(path, marks)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        flip_byte(path, place)
+        if place >= marks[-1].bytes:
+            verify(path, marks)
+        else:
+            number = next(number for number, mark in enumerate(marks) if place < mark.bytes)
+            with pytest.raises(DamagedFileError) as caught:
+                verify(path, marks)
+            if whole[place] != 10:  # a lost line end leaves one line fewer
+                assert f"a.jsonl, lines {2 * number + 1} to {2 * number + 2}: " in caught.value.message
+        path.write_bytes(whole)
+    flip_byte(path, 3)
+    with pytest.raises(DamagedFileError, match=r"a\.jsonl, lines 1 to 6: "):
+        verify(path, marks[-1:])
+
+
+def test_a_journal_that_is_too_short_or_missing_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    marks = three_commits(path)
+    path.write_bytes(path.read_bytes()[: marks[-1].bytes - 1])
+    with pytest.raises(DamagedFileError, match="were committed"):
+        verify(path, marks)
+    verify(path, marks[:2])
+    path.unlink()
+    with pytest.raises(DamagedFileError, match="is missing"):
+        verify(path, marks)
+    verify(path, [])
+    verify(path, [Mark(0, hashlib.sha256().hexdigest())])

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pvg.errors import UsageError
+from pvg.errors import StateError, UsageError
 from pvg.experiment import Experiment
-from pvg.store import RunDirectory, runs_in
+from pvg.store import FileStateStore, RunDirectory, runs_in
 
 EXPERIMENT = Experiment(name="tiny", seed=3)
 
@@ -111,6 +116,199 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
         holder.wait()
         assert holder.stdout is not None
         holder.stdout.close()
+
+
+def held_elsewhere(run: RunDirectory) -> subprocess.Popen[bytes]:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path.parent)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"locked\n"
+    return holder
+
+
+def ended(holder: subprocess.Popen[bytes]) -> None:
+    holder.kill()
+    holder.wait()
+    assert holder.stdout is not None
+    holder.stdout.close()
+
+
+def test_a_deleted_or_replaced_lock_file_lets_nobody_in(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    holder = held_elsewhere(run)
+    try:
+        run.lock_file.unlink()
+        with pytest.raises(UsageError, match="being driven by another process"), run.lock():
+            pass
+        assert not run.lock_file.exists()  # whoever is refused leaves nothing
+        run.lock_file.write_text("4")
+        with pytest.raises(UsageError, match="being driven by process 4"), run.lock():
+            pass
+    finally:
+        ended(holder)
+
+
+def test_a_run_that_was_moved_stays_locked(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    holder = held_elsewhere(run)
+    try:
+        moved = RunDirectory(run.path.rename(tmp_path / "second"))
+        with pytest.raises(UsageError, match="being driven by process"), moved.lock():
+            pass
+    finally:
+        ended(holder)
+
+
+def move(run: RunDirectory) -> None:
+    run.path.rename(run.path.with_name("away"))
+
+
+def move_parent(run: RunDirectory) -> None:
+    run.path.parent.rename(run.path.parent.with_name("away"))
+
+
+def replace(run: RunDirectory) -> None:
+    move(run)
+    RunDirectory.create(run.path.parent, run.name, EXPERIMENT)
+
+
+def delete(run: RunDirectory) -> None:
+    shutil.rmtree(run.path)
+
+
+@pytest.mark.parametrize("change", [move, move_parent, replace, delete])
+def test_a_process_finds_out_that_its_folder_is_another_one(tmp_path: Path, change: Callable[..., None]) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "first", EXPERIMENT)
+
+    def play() -> None:
+        with run.lock():
+            store = FileStateStore(run.state, run.unchanged())
+            store.save({"step": 1})
+            change(run)
+            store.save({"step": 2})
+
+    with pytest.raises(StateError, match=r"first was moved, deleted or replaced"):
+        play()
+    found = sorted(path.name for path in tmp_path.rglob("*state*"))
+    assert found == ([] if change is delete else ["state.json"])
+
+
+def test_an_error_in_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+
+    def play() -> None:
+        with run.lock():
+            move(run)
+            run.metrics.read_bytes()
+
+    with pytest.raises(StateError, match="was moved, deleted or replaced") as caught:
+        play()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_what_is_not_ours_any_more_is_not_discarded(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+
+    def play() -> None:
+        with run.lock(discard=lambda: True):
+            replace(run)
+            raise UsageError("something else")
+
+    with pytest.raises(StateError, match="replaced"):
+        play()
+    assert run.experiment_file.is_file()
+    with pytest.raises(UsageError, match="something else"), run.lock(discard=lambda: True):
+        raise UsageError("something else")
+    assert not run.path.exists()
+
+
+def test_where_folders_cannot_be_locked_the_lock_file_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS: a deleted lock file lets a second process in, so the first one stops before its next commit."""
+    flock = fcntl.flock
+
+    def files_only(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", files_only)
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    with run.lock():
+        store = FileStateStore(run.state, run.unchanged())
+        store.save({"step": 1})
+        with pytest.raises(UsageError, match="being driven by process"), run.lock():
+            pass
+        run.lock_file.unlink()
+        with pytest.raises(StateError, match=r"lock file .* was deleted or replaced"):
+            store.save({"step": 2})
+        with run.lock():  # nothing keeps the second process out
+            FileStateStore(run.state, run.unchanged()).save({"step": 3})
+        with pytest.raises(StateError, match=r"lock file .* was deleted or replaced"):
+            store.save({"step": 4})
+    assert FileStateStore(run.state).load().state == {"step": 3}
+
+
+def test_a_deleted_lock_file_does_not_stop_who_holds_the_folder(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    with run.lock():
+        store = FileStateStore(run.state, run.unchanged())
+        run.lock_file.unlink()
+        store.save({"step": 1})
+    assert FileStateStore(run.state).load().state == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("manifest/round-000-mint.json", b"{}"),
+        ("rollouts/round-000/mint-00000.arrow", b"rows"),
+        ("checkpoints/round-000-mint-00001/meta.json", b"{}"),
+        ("weights/round-000-prover/meta.json", b"{}"),
+        ("spans.jsonl", b"{}\n"),
+        ("metrics.jsonl", b'{"kind":"device"}\n{"kind":"step"}\n'),
+        ("metrics.jsonl", b"damaged\n"),
+    ],
+)
+def test_a_run_without_a_state_that_shows_commits_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    path = run.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(StateError, match=r"no state\.json and no state\.previous\.json, but it has commits") as caught:
+        run.load_state()
+    assert name.split("/", maxsplit=1)[0] in caught.value.message
+    FileStateStore(run.state).save({"step": 1})
+    assert run.load_state().state == {"step": 1}
+
+
+def test_what_comes_before_the_first_commit_is_no_sign_of_one(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    run.metrics.write_bytes(b'{"kind":"device"}\n{"kind":"loop"}\n{"kind":"alert"}\n{"kind":"st')
+    run.events.write_bytes(b"[run] event=start\n")
+    run.spans.touch()
+    run.code.mkdir()
+    assert run.load_state().state is None
+
+
+def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    run.code.mkdir()
+    dead = [
+        run.path / ".tmp-state.json-0123abcd",
+        run.path / ".tmp-state.previous.json-0123abcd",
+        run.path / ".tmp-experiment.toml-0123abcd",
+        run.path / ".tmp-report.html-0123abcd",
+        run.manifest / ".tmp-round-000-mint.json-0123abcd",
+        run.code / ".tmp-mine.py-0123abcd",
+    ]
+    others = [run.path / ".tmp-mine", run.path / ".tmp-notes.txt-0123abcd", run.manifest / ".tmp-x-0123abcdef"]
+    living = run.path / ".tmp-report.html-fedc9876"
+    for path in (*dead, *others, living):
+        path.write_bytes(b"half")
+    os.utime(dead[3], (0, 0))
+    assert sorted(run.remove_temporaries()) == sorted(dead)
+    assert all(path.exists() for path in (*others, living))
 
 
 def test_the_lock_is_free_after_an_error(tmp_path: Path) -> None:

@@ -108,9 +108,13 @@ def profile_stage(
 
 
 def profile_run(run: RunDirectory, folder: Path) -> Profiled:
-    """The timeline of a run, from the spans and samples it has written. Raises UsageError when it has none."""
+    """The timeline of a run, from the spans and samples it has written. Raises UsageError when it has none, and
+    DamagedFileError when they are not those that were committed."""
     if not run.spans.is_file():
         raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
+    state = run.load_state().state or {}
+    for path in (run.metrics, run.spans):
+        run.verify_journal(state, path)
     metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
     spans = [_span(record, run) for record in read_json_lines(run.spans)]  # a damaged file leaves no folder behind
     made = Profiled(_new(folder), f"the run {run.name}")

@@ -70,6 +70,11 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
         pairings = side_by_side(run, examples) if examples else []
     except DamagedFileError as error:
         problems.append(str(error))
+    try:
+        run.verify_journal(run.load_state().state or {}, run.spans)
+    except StateError as error:
+        if str(error) not in summary.notes:
+            problems.append(str(error))
     windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
     evaluation = None
     try:

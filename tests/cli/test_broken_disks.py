@@ -1,0 +1,283 @@
+"""Disks that are full or read-only, folders that move away, and files that are not what they should be: one clear
+line and exit code 2 or 3, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import Called, pvg
+from run_samples import begin, commit, played, state
+
+from pvg.experiment import Experiment
+from pvg.game.ledger import Ledger
+from pvg.game.run import Outcome
+from pvg.game.states import Phase
+from pvg.store import RunDirectory
+
+
+def assert_refused(called: Called, code: int, *parts: str) -> None:
+    assert "Traceback" not in called.err
+    assert called.code == code, called.err
+    error = next(line for line in called.err.splitlines() if line.startswith("error: "))
+    for part in parts:
+        assert part in error
+
+
+async def a_few_commits(
+    experiment: Experiment, run: RunDirectory, between: Callable[[], None] = lambda: None, **_: Any
+) -> Outcome:
+    """The game's own commits, without its models."""
+    ledger = Ledger(run, experiment, "test")
+    try:
+        for number in range(4):
+            state = ledger.state
+            after = state.enter(Phase.MINT) if state.phase is Phase.INIT else replace(state, step=state.step + 1)
+            ledger.record("device" if number == 0 else "step", number=number)
+            ledger.log.event("step", number=number)
+            await ledger.commit(after)
+            between()
+    finally:
+        ledger.close()
+    return Outcome("interrupted", run.path, [], 1.0)
+
+
+def play_with(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None] = lambda: None) -> None:
+    def play(experiment: Experiment, run: RunDirectory, **_: Any) -> Any:
+        return a_few_commits(experiment, run, between)
+
+    monkeypatch.setattr("pvg.game.run.play", play)
+
+
+def mount(*arguments: str, at: Path) -> None:
+    at.mkdir(exist_ok=True)
+    if subprocess.run(["mount", *arguments, str(at)], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+
+
+@pytest.fixture
+def mounted() -> Iterator[list[Path]]:
+    """Mount points to be unmounted at the end."""
+    points: list[Path] = []
+    yield points
+    for point in points:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+# --- read-only file systems --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read_only(mounted: list[Path]) -> Path:
+    """A folder with a complete run `first` and an unfinished one `second`, which nobody can write to."""
+    played(Path("runs"), "first")
+    second = begin(Path("runs"), "second")
+    commit(second, state("train_prover", rounds=[{"helpful_accuracy": 0.5}]))
+    folder = Path("read-only")
+    mount("--bind", "runs", at=folder)
+    mounted.append(folder)
+    if subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "--resume", "read-only/second"), "lock: Read-only file system"),
+        (("evaluate", "read-only/first"), "lock: Read-only file system"),
+        (("report", "read-only/first"), "page read-only/first/report.html cannot be written: Read-only file system"),
+        (("train", "-s", "store.root=read-only"), "cannot be made: Read-only file system"),
+        (("rollout", "-s", "store.root=read-only"), "cannot be made: Read-only file system"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_read_only_file_system_is_no_defect(read_only: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert_refused(pvg(*arguments), 3, says)
+
+
+def test_a_run_on_a_read_only_file_system_can_be_read(read_only: Path) -> None:
+    assert pvg("report", "read-only/first", "--no-html").code == 0
+    assert_refused(pvg("train", "--resume", "read-only/first"), 2, "is complete")
+
+
+# --- full disks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kilobytes", [8, 12, 16])
+def test_a_full_disk_is_named_and_an_uncommitted_run_leaves_nothing(
+    mounted: list[Path], monkeypatch: pytest.MonkeyPatch, kilobytes: int
+) -> None:
+    root = Path("runs")
+    mount("-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", at=root)
+    mounted.append(root)
+    play_with(monkeypatch)
+    called = pvg("train", "--json")
+    assert_refused(called, 3, "runs/modchain", "No space left on device")
+    assert called.document["error"]["exit_code"] == 3
+    assert list(root.iterdir()) == []
+
+
+def test_a_full_disk_after_the_first_commit_loses_nothing(mounted: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path("runs")
+    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=root)
+    mounted.append(root)
+
+    def fill() -> None:
+        with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    play_with(monkeypatch, fill)
+    assert_refused(pvg("train"), 3, "runs/modchain")
+    (root / "filler").unlink()
+    run = RunDirectory(root / "modchain")
+    assert (run.load_state().state or {})["phase"] == "mint"
+    play_with(monkeypatch)
+    assert pvg("train", "--resume", "modchain").code == 130
+    assert list(run.path.rglob(".tmp-*")) == []
+
+
+def test_a_full_disk_without_a_name_is_not_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cli.resolve.resolve", full)
+    called = pvg("config", "show")
+    assert_refused(called, 3, "No space left on device")
+    assert "output" not in called.err
+
+
+def test_the_event_log_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(experiment: Experiment, run: RunDirectory, **_: Any) -> Any:
+        run.events.symlink_to("/dev/full")
+        return a_few_commits(experiment, run)
+
+    monkeypatch.setattr("pvg.game.run.play", play)
+    assert_refused(pvg("train"), 3, "runs/modchain/events.log: No space left on device")
+
+
+# --- folders that move away --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved", ["runs/modchain", "runs"])
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_folder_that_goes_away_while_it_is_played(monkeypatch: pytest.MonkeyPatch, moved: str, deleted: bool) -> None:
+    def go_away() -> None:
+        if not deleted:
+            Path(moved).rename("away")
+        else:
+            shutil.rmtree(moved)
+
+    play_with(monkeypatch, go_away)
+    called = pvg("train")
+    assert_refused(called, 2, "runs/modchain was moved, deleted or replaced")
+    assert not Path(moved).exists()
+    assert Path("away").exists() is not deleted
+
+
+def test_a_run_in_the_place_of_a_moved_one_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_it() -> None:
+        Path("runs/modchain").rename("away")
+        begin(Path("runs"), "modchain")
+
+    play_with(monkeypatch, replace_it)
+    assert_refused(pvg("train"), 2, "was moved, deleted or replaced")
+    assert RunDirectory(Path("runs/modchain")).load_state().state is None
+    assert (RunDirectory(Path("away")).load_state().state or {})["step"] == 0
+
+
+# --- files that are not what they should be ----------------------------------------------------------------------
+
+
+def unfinished(monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    play_with(monkeypatch)
+    assert pvg("train").code == 130
+    return RunDirectory(Path("runs/modchain"))
+
+
+FILES = ["lock", "state.json", "state.previous.json", "metrics.jsonl", "spans.jsonl", "events.log", "experiment.toml"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_in_the_place_of_a_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run = unfinished(monkeypatch)
+    (run.path / name).unlink()
+    (run.path / name / "inner").mkdir(parents=True)
+    assert_refused(pvg("train", "--resume", "modchain"), 2, "modchain")
+    assert pvg("report", "modchain", "--no-html").code in (0, 2)
+    (run.path / name / "inner").rmdir()
+    assert_refused(pvg("train", "--resume", "modchain"), 2, "modchain")
+
+
+@pytest.mark.parametrize("name", ["manifest", "rollouts", "checkpoints", "weights"])
+def test_a_file_in_the_place_of_a_folder(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    run = unfinished(monkeypatch)
+    (run.path / name).rmdir()
+    (run.path / name).touch()
+    assert pvg("train", "--resume", "modchain").code in (2, 130)
+    assert pvg("report", "modchain", "--no-html").code == 0
+
+
+def test_a_run_that_lost_its_state_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    played(Path("runs"))
+    run = unfinished(monkeypatch)
+    for lost in (RunDirectory(Path("runs/first")), run):
+        for path in lost.path.glob("state*.json"):
+            path.unlink()
+        before = {path: path.read_bytes() for path in lost.path.rglob("*") if path.is_file()}
+        for more in ((), ("--dry-run",)):
+            assert_refused(pvg("train", "--resume", lost.name, *more), 2, "no state.json", "metrics.jsonl")
+        assert {path: path.read_bytes() for path in lost.path.rglob("*") if path.is_file()} == before
+        called = pvg("report", lost.name, "--no-html")
+        assert called.code == 0
+        assert "no state.json" in called.out
+    assert_refused(pvg("train", "--resume"), 2, "no unfinished run")
+
+
+def test_a_changed_record_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = unfinished(monkeypatch)
+    assert "not what was committed" not in pvg("report", "modchain", "--no-html").out
+    data = run.metrics.read_bytes()
+    run.metrics.write_bytes(data.replace(b'"number":1', b'"number":7'))
+    assert "lines 2 to 2" in " ".join(pvg("report", "modchain", "--no-html").out.split())
+    assert_refused(pvg("train", "--resume", "modchain"), 2, "metrics.jsonl, lines 2 to 2")
+    run.metrics.write_bytes(data)
+    assert pvg("train", "--resume", "modchain").code == 130
+
+
+def test_what_a_killed_process_left_in_a_complete_run_is_removed_on_request() -> None:
+    run = played(Path("runs"))
+    left = [
+        run.path / ".tmp-state.json-0123abcd",
+        run.manifest / ".tmp-round-000-mint.json-0123abcd",
+        run.checkpoints / "round-000-mint-00001" / "meta.json",
+    ]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{}")
+    mine = run.path / "notes.txt"
+    mine.write_text("mine")
+    assert_refused(pvg("train", "--resume", "first", "--dry-run"), 2, "is complete")
+    assert all(path.exists() for path in left)
+    assert_refused(pvg("train", "--resume", "first"), 2, "is complete. Removed 3 unfinished files")
+    assert not any(path.exists() for path in left)
+    assert mine.exists()
+    assert_refused(pvg("train", "--resume", "first"), 2, "is complete")
+
+
+def test_a_new_run_that_its_own_experiment_does_not_fit_leaves_no_folder(
+    mounted: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path("runs")
+    mount("-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs", at=root)
+    mounted.append(root)
+    assert_refused(pvg("train"), 3, "The disk is full while writing runs/modchain")
+    assert list(root.iterdir()) == []
