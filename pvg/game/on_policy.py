@@ -105,7 +105,8 @@ class OnPolicySource:
         if self.prefetcher is not None:
             self._since = self._now()
             training = self.session.experiment.training
-            self.prefetcher.start(version, -(-training.steps // training.minibatches) - self.batches_done)
+            batches = -(-training.steps // training.minibatches) - self.batches_done
+            self.prefetcher.start(version, self.batches_done, batches)
 
     def published(self, version: int) -> None:
         """The trainer's new `version` has reached the engine."""

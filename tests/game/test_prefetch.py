@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,15 @@ from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment, build_experiment
-from pvg.game.prefetch import Prefetcher
+from pvg.game.prefetch import Prefetcher, RoleQueue
+from pvg.game.roles import TAGS
+from pvg.models import open_model, pick_device
 from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
+from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.pipeline import Gate
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.sections import ModelSection
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 
@@ -41,8 +46,9 @@ def prover_rollouts(run: RunDirectory) -> list[Rollout]:
 
 
 def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
-    """Every batch is whole and numbered as such, and no rollout was trained on twice."""
+    """Every batch is whole and numbered as such, has the roles of the synchronous game, and no rollout comes twice."""
     kept = prover_rollouts(run)
+    assert Counter((r.step, r.role) for r in kept) == {(s, r): GROUPS * SIZE // 2 for s in range(steps) for r in Role}
     assert Counter(r.step for r in kept) == dict.fromkeys(range(steps), GROUPS * SIZE)
     assert Counter((r.step, r.group) for r in kept) == {(s, g): SIZE for s in range(steps) for g in range(GROUPS)}
     assert len({r.id for r in kept}) == len(kept)
@@ -127,6 +133,31 @@ def made_group(name: str) -> Group:
     return Group(problem, Role.HELPFUL, (rollout, rollout))
 
 
+def ordered(batch: int, place: int, role: Role) -> GroupOrder:
+    return GroupOrder(Problem(f"{batch}-{place}", "1+1?", "2"), role, np.zeros(2, dtype=np.int32), place, SIZE)
+
+
+def test_each_role_has_its_groups_of_the_synchronous_batches_in_order_and_goes_on_where_it_was() -> None:
+    batches = [[Role.SNEAKY, Role.HELPFUL, Role.SNEAKY], [Role.HELPFUL] * 3, [Role.HELPFUL, Role.SNEAKY, Role.SNEAKY]]
+
+    class Orders:
+        def batch(self, number: int, of: Role) -> list[GroupOrder]:
+            return [ordered(number, place, of) for place, role in enumerate(batches[number % 3]) if role is of]
+
+    def popped(role: Role, count: int, begun: int = 0) -> list[str]:
+        queue = RoleQueue(Orders(), role, 3, begun)  # type: ignore[arg-type]
+        found = [queue.pop()[1].problem.id for _ in range(count)]
+        begun_after.append(queue.begun)
+        return found
+
+    begun_after: list[int] = []
+    assert popped(Role.SNEAKY, 5) == ["0-0", "0-2", "2-1", "2-2", "3-0"]
+    assert popped(Role.SNEAKY, 3) == ["0-0", "0-2", "2-1"]
+    assert popped(Role.SNEAKY, 2, begun=begun_after[-1]) == ["2-2", "3-0"]
+    assert popped(Role.HELPFUL, 4) == ["0-1", "1-0", "1-1", "1-2"]
+    assert begun_after == [10, 8, 10, 6]
+
+
 class Scorer:
     version = "frozen"
 
@@ -148,16 +179,19 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
     class Orders:
         session = SimpleNamespace(experiment=experiment)
 
-        def batch(self, number: int) -> list[tuple[int, int]]:
-            return [(number, place) for place in range(GROUPS)]
+        def roles(self, number: int) -> list[Role]:
+            return [Role.HELPFUL] * GROUPS
 
-        async def sample(self, orders: list[tuple[int, int]], number: int, gate: Gate) -> list[Group]:
+        def batch(self, number: int, of: Role) -> list[GroupOrder]:
+            return [ordered(number, place, of) for place in range(GROUPS)]
+
+        async def sample(self, orders: list[GroupOrder], number: int, gate: Gate) -> list[Group]:
             async with gate:
-                return [made_group(f"{number}-{place}") for _, place in orders]
+                return [made_group(order.problem.id) for order in orders]
 
     async def work() -> None:
         prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
-        prefetcher.start(version=0, batches=9)
+        prefetcher.start(version=0, batch=0, batches=9)
         for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
             await asyncio.sleep(0)
         groups, metrics = await prefetcher.batch(5)
@@ -178,7 +212,7 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 def test_nothing_is_begun_after_the_last_batch(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[int] = []
+    closed: list[dict[str, int]] = []
     close = Prefetcher.close
 
     async def noting(self: Prefetcher) -> None:
@@ -188,7 +222,7 @@ def test_nothing_is_begun_after_the_last_batch(
     monkeypatch.setattr(Prefetcher, "close", noting)
     # No rollout grows too old: what is begun beyond the last batch is what made sure that it waits for no straggler.
     played(changed({**AHEAD, **settings, "rollout.max_staleness": 99}), tmp_path)
-    assert closed == [(STEPS + 1) * GROUPS]
+    assert sorted(closed[0].values()) == [(STEPS + 1) * GROUPS - 1, (STEPS + 1) * GROUPS]
 
 
 def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
@@ -200,13 +234,13 @@ def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_
     state = FileStateStore(run.state).load().state
     assert state is not None
     begun = state["progress"]["groups_begun"]
-    assert begun > 4 * GROUPS  # some were on their way, and are lost
+    assert min(begun.values()) > 4 * GROUPS  # some were on their way, and are lost
     outcome, run = played(experiment, tmp_path, resume=True)
     assert outcome.status == "complete"
     assert_recorded_once(run)
     after = prover_rollouts(run)
     assert [r.id for r in after[: len(before)]] == [r.id for r in before]
-    assert all(order_of(r) >= begun for r in after[len(before) :])
+    assert all(order_of(r) >= begun[r.role] for r in after[len(before) :])
 
 
 def order_of(rollout: Rollout) -> int:
@@ -238,6 +272,35 @@ def test_killed_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_p
     )
     assert (done.returncode, done.stdout) == (0, "train_prover\n"), done.stderr[-3000:]
     assert_recorded_once(RunDirectory.open("drill", tmp_path))
+
+
+def role_counts(run: RunDirectory) -> dict[int, Counter[Role]]:
+    """The rollouts of each role, by step."""
+    kept = prover_rollouts(run)
+    return {step: Counter(r.role for r in kept if r.step == step) for step in range(STEPS)}
+
+
+@pytest.mark.parametrize(("shorter", "share"), [(Role.HELPFUL, 0.5), (Role.SNEAKY, 0.5), (Role.HELPFUL, 0.4)])
+def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
+    shorter: Role, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One role's completions are cut after 2 tokens, the other's have up to 40: the engine finishes the short ones
+    first. With a share of 0.4, a synchronous batch has one or two sneaky groups of four, as its number says."""
+    with open_model(ModelSection(source="embedded:modchain-prover"), pick_device("cpu")) as model:
+        (tag,) = model.tokenizer.encode(TAGS[shorter])
+    generate = TorchEngine.generate
+
+    async def cut(self: TorchEngine, request: GenerationRequest) -> Completion:
+        if request.prompt_ids[0] == tag and "train_prover" in request.id:
+            request = replace(request, sampling=replace(request.sampling, max_tokens=2))
+        return await generate(self, request)
+
+    monkeypatch.setattr(TorchEngine, "generate", cut)
+    settings = {**AHEAD, "rollout.prefetch": 2, "rollout.batching": "continuous", "game.sneaky_share": share}
+    _, ahead = played(changed(settings), tmp_path / "ahead")
+    _, synchronous = played(changed({**settings, "rollout.prefetch": 0}), tmp_path / "synchronous")
+    assert role_counts(ahead) == role_counts(synchronous)
+    assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
