@@ -258,7 +258,7 @@ class OnPolicySource:
 
     async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
         """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where rows
-        are clipped around them; replace the sampler's where so configured."""
+        are clipped around them and the batch has several steps; replace the sampler's where so configured."""
         players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
             work = partial(self._recompute, "reference", players.base, batch)
@@ -269,11 +269,14 @@ class OnPolicySource:
         if objective.needs_start:
             work = partial(self._recompute, "recompute", self.learner, batch)
             return replace(batch, proximal_logprobs=await players.compute(work))
-        stale_N = np.flatnonzero(batch.versions_N < players.engine.version)
-        if objective.decoupled and not objective.weighs_all and len(stale_N):
-            work = partial(self._recompute, "recompute", self.learner, batch.select(stale_N))
+        stale_N = batch.versions_N < players.engine.version
+        if objective.decoupled and stale_N.any():
+            if objective.one_step:
+                return replace(batch, stale_N=stale_N)
+            stale_M = np.flatnonzero(stale_N)
+            work = partial(self._recompute, "recompute", self.learner, batch.select(stale_M))
             proximal = list(batch.sampled_logprobs)  # of a fresh row, the sampler is the policy at batch start
-            for row, logprobs in zip(stale_N, await players.compute(work), strict=True):
+            for row, logprobs in zip(stale_M, await players.compute(work), strict=True):
                 proximal[row] = logprobs
             batch = replace(batch, proximal_logprobs=proximal)
         return batch
