@@ -1,14 +1,15 @@
 """The models of a run, and who owns them: the base prover, the engine that samples, the verifier of the round.
 
 All torch work of a run happens in one executor thread: the event loop stays free, and two pools of compute threads
-never fight over the same cores.
+never fight over the same cores. The one exception is the thread that scores rollouts beside the trainer, which has no
+pool (`Players.scoring`).
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,6 +28,7 @@ from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
+from pvg.sandbox.sandbox import usable_cores
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Concealing, Task
 from pvg.telemetry.events import Events, Unheard
@@ -83,10 +85,20 @@ class Players:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
+        self.scoring = self._scoring_executor()
         self.grading = grading_executor(rollout)
         self.dispatcher = Dispatcher(
             self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
         )
+
+    def _scoring_executor(self) -> ThreadPoolExecutor | None:
+        """A thread that scores rollouts while the trainer works on others; None where nothing is sampled ahead, where
+        servers score, or where the compute thread leaves no core free. A verifier on the base prover's own weights
+        would change the attention of modules that the compute thread uses at the same time."""
+        ahead = self.experiment.rollout.prefetch > 0 and self.verifier_serving is None
+        if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
+            return None
+        return ThreadPoolExecutor(1, "pvg-score", initializer=torch.set_num_threads, initargs=(1,))
 
     @property
     def machine(self) -> str:
@@ -155,8 +167,9 @@ class Players:
         shown = self.task.shown if isinstance(self.task, Concealing) else None
         return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
 
-    def scorer(self, verifier: Judge) -> VerifierScorer:
-        """A scorer with an empty cache. The verifier stays the caller's."""
+    def scorer(self, verifier: Judge, *, beside_trainer: bool = False) -> VerifierScorer:
+        """A scorer with an empty cache. The verifier stays the caller's. `beside_trainer`: in the thread for that,
+        where there is one; the caller changes no weight of the verifier meanwhile."""
         section, template = self.experiment.verifier, self.template(verifier)
         backend = None
         if self.verifier_serving is not None:
@@ -169,7 +182,7 @@ class Players:
             verifier.version(),
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
-            executor=self.executor,
+            executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,
         )
@@ -184,8 +197,9 @@ class Players:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
             rest.callback(self._let_go)
-            if self.grading is not None:
-                rest.callback(self.grading.shutdown)
+            for executor in (self.grading, self.scoring):
+                if executor is not None:
+                    rest.callback(executor.shutdown)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()

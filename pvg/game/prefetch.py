@@ -1,8 +1,9 @@
 """`Prefetcher`: the prover's groups, sampled, graded and scored ahead of its trainer (`rollout.prefetch`).
 
-Where servers compute the scores (`verifier.engine = "vllm"`), what comes is scored at once. In this process it is the
-trainer's thread that computes them: there they wait for the batch, as rewards and credit do, unless the trainer has
-nothing else to do. Either way they are true, for the verifier is frozen while the prover learns.
+If servers compute the scores (`verifier.engine = "vllm"`), a group is scored when it arrives. If a thread beside the
+trainer's does (`Players.scoring`), groups are scored in the background, a few at a time, and their batch finds the
+scores in the scorer's cache. Otherwise the trainer's thread computes them: with the batch, or when a group arrives
+while the trainer waits. The scores are the same, because the verifier is frozen while the prover learns.
 
 A batch has exactly the role shares of the synchronous game's batch of that number. Each role has its own queue of
 groups: that role's groups of the synchronous game, in its order and with its ids. So when groups of one role grow too
@@ -16,6 +17,7 @@ was in flight or waiting is lost.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,12 +26,16 @@ from typing import Any
 import numpy as np
 
 from pvg.game.orders import ProverOrders
-from pvg.records import Group, Role
+from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.buffer import Taken
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.pipeline import Gate, Lost, Pipeline
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import VerifierScorer
+
+# Rollouts that the thread beside the trainer's scores together. A forward pass of a small model costs as much as 20 to
+# 30 of its rows, and most of that holds Python's lock, which the trainer needs too.
+SCORED_TOGETHER = 64
 
 
 @dataclass
@@ -69,6 +75,8 @@ class Prefetcher:
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, self._experiment.training.groups) for role in Role}
         self._lost = Lost()
+        self._unscored: list[Rollout] = []  # for the thread beside the trainer's
+        self._scoring: set[asyncio.Task[Float32]] = set()
 
     @property
     def begun(self) -> dict[str, int]:
@@ -105,14 +113,18 @@ class Prefetcher:
         if self._pipeline is not None:
             await self._pipeline.close()
             await self._scorer.drop()
+            await asyncio.gather(*self._scoring, return_exceptions=True)  # cancelled by `drop`
 
     def _sample(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
         """Begin the role's next group."""
         return self._sampled(*self._queues[role].pop(), gate)
 
     async def _sampled(self, batch: int, order: GroupOrder, gate: Gate) -> Group:
-        """The group of that order, scored where that holds up nobody."""
+        """The group of that order, scored if this does not delay the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
+        if self._orders.session.players.scoring is not None:
+            self._score_soon(group)
+            return group
         if self._experiment.verifier.engine == "torch" and not self._open.starved:
             return group
         with span("score"):
@@ -126,9 +138,25 @@ class Prefetcher:
             ),
         )
 
+    def _score_soon(self, group: Group) -> None:
+        """Score the group in the background, together with others, unless the trainer waits."""
+        self._unscored += group.rollouts
+        if len(self._unscored) >= SCORED_TOGETHER or self._open.starved:
+            rollouts, self._unscored = self._unscored, []
+            self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
+
+    def _check_scoring(self) -> None:
+        """Raises what the scoring in the background failed with."""
+        done = {task for task in self._scoring if task.done()}
+        self._scoring -= done
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
         """The groups of training batch `number`, and metrics."""
         taken = await self._open.take()
+        self._check_scoring()
         groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]
         return groups, self._metrics(taken)
 

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment, build_experiment
+from pvg.game.players import Players
 from pvg.game.prefetch import Prefetcher, RoleQueue
 from pvg.game.roles import TAGS
 from pvg.models import open_model, pick_device
@@ -30,11 +33,13 @@ from pvg.rollout.torch_engine import TorchEngine
 from pvg.sections import ModelSection
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
+from pvg.tasks import open_task
 
 # Little of everything but the prover's training.
 AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "evaluation.problems": 4}
 SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
+ON_BASE = {"verifier.lora_rank": 2, "models.verifier": {"source": "embedded:modchain-prover"}}
 
 
 def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
@@ -67,6 +72,7 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
                 "rollout.prefetch": 2,
                 "training.minibatches": 2,
                 "training.steps": 14,
+                "training.off_policy": "decoupled",
                 "rollout.group_deadline_s": 60.0,  # which nobody misses
                 "rollout.min_group": 3,
                 "rollout.batching": "whole",
@@ -83,6 +89,9 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"
     assert_recorded_once(run)
+    # In the one step of a batch, its own forward pass computes the log-probs at batch start.
+    again = any("recompute" in step["budget"] for step in prover_steps(run))
+    assert again == (experiment.training.off_policy == "decoupled" and experiment.training.minibatches > 1)
     metrics = [step["metrics"] for step in prover_steps(run)]
     assert all(0.0 <= found["staleness"] <= found["staleness_max"] <= budget for found in metrics)
     assert max(found["staleness_max"] for found in metrics) >= 1.0  # rollouts were sampled ahead
@@ -108,6 +117,46 @@ def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
         assert min(exposed.values()) > -1e-6
         busy.update(step["busy"])
     assert min(busy["decode"], busy["rollout"], busy["grade"]) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "thread"),
+    [
+        ({"rollout.prefetch": 1, "models.threads": 1}, 2, True),
+        ({"rollout.prefetch": 1, "models.threads": 2}, 2, False),
+        ({"rollout.prefetch": 0, "models.threads": 1}, 2, False),
+        ({**ON_BASE, "rollout.prefetch": 1, "models.threads": 1}, 2, False),
+    ],
+    ids=["ahead", "no core free", "synchronous", "on the base's weights"],
+)
+def test_scores_have_a_thread_where_a_core_is_free(
+    settings: dict[str, Any], cores: int, thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pvg.game.players.usable_cores", lambda: cores)
+    experiment = changed(settings)
+
+    async def threads_of_scores() -> set[str]:
+        players = Players(experiment, open_task(experiment.task))
+        verifier = await players.compute(players.open_verifier)
+        seen = set[str]()
+
+        async def scored(beside_trainer: bool) -> None:
+            scorer = players.scorer(verifier, beside_trainer=beside_trainer)
+            forward = scorer._backend._forward  # type: ignore[attr-defined]
+            scorer._backend._forward = lambda inputs: seen.add(current_thread().name) or forward(inputs)  # type: ignore[attr-defined]
+            await scorer.score(made_group("a").rollouts)
+
+        try:
+            await scored(beside_trainer=False)
+            assert all("score" not in name for name in seen)
+            await scored(beside_trainer=True)
+            return seen
+        finally:
+            await players.compute(verifier.close)
+            await players.close()
+            assert not any(thread.name.startswith("pvg-score") for thread in enumerate_threads())
+
+    assert any("pvg-score" in name for name in asyncio.run(threads_of_scores())) == thread
 
 
 def made_group(name: str) -> Group:
@@ -162,48 +211,81 @@ class Scorer:
     version = "frozen"
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[list[str]] = []
+
+    @property
+    def asked(self) -> list[str]:
+        return [name for call in self.calls for name in call]
 
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
-        self.asked += [rollout.id for rollout in rollouts]
+        self.calls.append([rollout.id for rollout in rollouts])
         return np.arange(len(rollouts), dtype=np.float32)
 
     async def drop(self) -> None: ...
+
+
+class Orders:
+    """The groups of every batch are helpful and come at once. `scoring`: the thread beside the trainer's."""
+
+    def __init__(self, experiment: Experiment, scoring: object = None) -> None:
+        self.session = SimpleNamespace(experiment=experiment, players=SimpleNamespace(scoring=scoring))
+
+    def roles(self, number: int) -> list[Role]:
+        return [Role.HELPFUL] * GROUPS
+
+    def batch(self, number: int, of: Role) -> list[GroupOrder]:
+        return [ordered(number, place, of) for place in range(GROUPS)]
+
+    async def sample(self, orders: list[GroupOrder], number: int, gate: Gate) -> list[Group]:
+        async with gate:
+            return [made_group(order.problem.id) for order in orders]
+
+
+async def first_batch(
+    experiment: Experiment, scorer: Scorer, starved: bool, scoring: object = None
+) -> tuple[list[Group], dict[str, float]]:
+    prefetcher = Prefetcher(Orders(experiment, scoring), scorer)  # type: ignore[arg-type]
+    prefetcher.start(version=0, batch=0, batches=9)
+    for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
+        await asyncio.sleep(0)
+    try:
+        return await prefetcher.batch(5)
+    finally:
+        await prefetcher.close()
 
 
 @pytest.mark.parametrize(("engine", "starved"), [("torch", False), ("torch", True), ("vllm", False)])
 def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, starved: bool) -> None:
     experiment = changed({"verifier.engine": engine, "serving.verifier_servers": SERVERS, **AHEAD})
     scorer, at_once = Scorer(), starved or engine == "vllm"
-
-    class Orders:
-        session = SimpleNamespace(experiment=experiment)
-
-        def roles(self, number: int) -> list[Role]:
-            return [Role.HELPFUL] * GROUPS
-
-        def batch(self, number: int, of: Role) -> list[GroupOrder]:
-            return [ordered(number, place, of) for place in range(GROUPS)]
-
-        async def sample(self, orders: list[GroupOrder], number: int, gate: Gate) -> list[Group]:
-            async with gate:
-                return [made_group(order.problem.id) for order in orders]
-
-    async def work() -> None:
-        prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
-        prefetcher.start(version=0, batch=0, batches=9)
-        for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
-            await asyncio.sleep(0)
-        groups, metrics = await prefetcher.batch(5)
-        await prefetcher.close()
-        assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
-        assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
-        scores = {r.score for group in groups for r in group.rollouts}
-        assert scores == ({0.0, 1.0} if at_once else {None})
-        assert metrics["dropped_stale"] == 0.0
-
-    asyncio.run(work())
+    groups, metrics = asyncio.run(first_batch(experiment, scorer, starved))
+    assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
+    assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
+    scores = {r.score for group in groups for r in group.rollouts}
+    assert scores == ({0.0, 1.0} if at_once else {None})
+    assert metrics["dropped_stale"] == 0.0
     assert (len(scorer.asked) >= 2 * GROUPS) == at_once
+
+
+def test_the_thread_beside_the_trainers_scores_several_groups_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 6)  # three of these groups of two
+    scorer = Scorer()
+    asyncio.run(first_batch(changed(AHEAD), scorer, starved=False, scoring=object()))
+    assert [len(asked) for asked in scorer.calls[:2]] == [6, 6]  # of eight groups; the last two wait for a third
+    scorer = Scorer()
+    asyncio.run(first_batch(changed(AHEAD), scorer, starved=True, scoring=object()))
+    assert [len(asked) for asked in scorer.calls[:2]] == [2, 2]  # the trainer waits
+
+
+def test_a_score_ahead_that_fails_ends_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 2)
+
+    class Failing(Scorer):
+        async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+            raise StateError("the verifier has diverged")
+
+    with pytest.raises(StateError, match="the verifier has diverged"):
+        asyncio.run(first_batch(changed(AHEAD), Failing(), starved=False, scoring=object()))
 
 
 @pytest.mark.parametrize(
