@@ -41,13 +41,13 @@ class Board:
     rounds_done: dict[int, dict[str, float]] = field(default_factory=dict)
     phase_seconds: dict[tuple[int, str], float] = field(default_factory=dict)
     alerts: list[tuple[str, str]] = field(default_factory=list)
+    newest: dict[str, float] = field(default_factory=dict)  # of each metric that a step of the phase has told
 
     def __post_init__(self) -> None:
         self.started = self.clock()
         self.phase_began = self.started
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
         self._at_home: set[str] = set()
-        self._told: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
 
     # --- what the observer is told ---------------------------------------------------------------------------------
@@ -60,21 +60,21 @@ class Board:
         self._marks.clear()
         self._marks.append((self.phase_began, info.done))
         self._budgets.clear()
-        self._told.clear()
+        self.newest.clear()
 
     def progress(self, progress: Progress) -> None:
         self.done = progress.done
         self._marks.append((self.clock(), progress.done))
         if progress.budget:
             self._budgets.append(dict(progress.budget))
-        self._told |= progress.metrics.keys()
+        self.newest |= progress.metrics
         self._record(progress.metrics, self.info.phase if self.info else "")
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         self.phase_seconds[info.round, info.phase] = self.clock() - self.phase_began
         self.done = info.total
         # What a step told is not told again.
-        self._record({name: value for name, value in metrics.items() if name not in self._told}, info.phase)
+        self._record({name: value for name, value in metrics.items() if name not in self.newest}, info.phase)
 
     def finish_round(self, round_: int, metrics: Mapping[str, float]) -> None:
         self.rounds_done[round_] = dict(metrics)

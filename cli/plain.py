@@ -53,7 +53,7 @@ class PlainLines:
             parts.append(f"{compact(rate)}/s")
         if eta is not None:
             parts.append(f"{duration(eta)} left")
-        self._line("  ".join(parts + _metrics(progress.metrics, LINE_METRICS)))
+        self._line("  ".join(parts + _metrics(self.board.newest, LINE_METRICS)))
 
     def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         self.board.finish_phase(info, metrics)

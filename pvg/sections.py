@@ -235,7 +235,8 @@ class Training(Section):
     micro_batch_rollouts: Count | None = None
     accumulation_steps: Count | None = None  # None: as many as the token budget needs
     bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row
-    shared_prompts: bool = True  # each distinct prompt of a micro-batch is computed once; false: once per row
+    # each distinct prompt of a micro-batch, and each distinct row, is computed once; false: every row by itself, padded
+    shared_prompts: bool = True
     learning_rate: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -343,7 +344,7 @@ class Game(Section):
     mixture_window: Count = 2
     stop: Literal["steps", "score_parity"] = "steps"
     stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
-    stop_min_steps: Annotated[int, Field(ge=0)] = 10
+    stop_min_steps: Annotated[int, Field(ge=0)] = 10  # score_parity: batches before it may end a phase
     # What the prover writes: "direct", solutions; "decoupled", translations of a solver's solutions: faithful ones keep
     # its answer, sneaky ones lead to another, wrong one; "challenge", solutions and answers to the verifier's questions
     protocol: Literal["direct", "decoupled", "challenge"] = "direct"

@@ -100,18 +100,20 @@ async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> di
             await train(session, course, verifier, target.threshold, aim)
         except TrainingDivergedError as error:
             return {**result, "status": "diverged", "reason": str(error)}
-        aim.load_state(kept_policy(session, section.attack_steps)["rule"])
-    return {**result, **ended(aim)}
+        kept = kept_policy(session, section.attack_steps)
+        aim.load_state(kept["rule"])
+    return {**result, **ended(aim, kept["steps"])}
 
 
-def ended(aim: Aim) -> dict[str, Any]:
-    """How an attack that was trained to its aim or its limit has ended."""
+def ended(aim: Aim, steps: int) -> dict[str, Any]:
+    """How an attack that was trained to its aim or its limit has ended. `steps` were trained, which may end within a
+    batch."""
     if aim.found is None and not aim.taught:
         reason = "In no step did the rewards of any group differ, so there was nothing to learn."
         return {"status": "no_signal", "reason": reason}
     return {
         "status": "censored" if aim.found is None else "found",
-        "steps": aim.found if aim.found is not None else aim.steps,
+        "steps": aim.found if aim.found is not None else steps,
         "error_rate": pooled_rate(aim.rates),
         "gap": aim.gap,
         "closest_gap": aim.closest,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from pvg.game.challenge import environment_of
 from pvg.game.curriculum import Curriculum, curriculum_of
+from pvg.game.early_reference import EarlyReference
 from pvg.game.orders import ProverOrders
 from pvg.game.payment import pay
 from pvg.game.prefetch import Prefetcher
@@ -85,6 +87,7 @@ class OnPolicySource:
     orders: ProverOrders = field(init=False)
     partial: PartialSampling | None = field(init=False)
     prefetcher: Prefetcher | None = field(init=False)
+    early: EarlyReference | None = field(init=False)
     _since: _Since = field(init=False)
     _told_short: bool = False
 
@@ -94,14 +97,20 @@ class OnPolicySource:
         self.baseline = RoleBaseline() if experiment.training.loss == "rae" else None
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
+        self.early = None
+        if self.objective.needs_reference and self.session.players.engine.remote:
+            self.early = EarlyReference(self._early_logprobs)
+            self.orders.on_group = self.early.arrived
         self.partial = partial_sampling(experiment, self.session.players.dispatcher)
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
 
-    # --- sampling ahead: nothing of it in a synchronous game ----------------------------------------------------------
+    # --- beside the trainer: sampling ahead, and the reference of what has arrived ------------------------------------
 
     def start(self, version: int) -> None:
         """The engine has the trainer's `version`. To be called outside of spans."""
+        if self.early is not None:
+            self.early.start()
         if self.prefetcher is not None:
             self._since = self._now()
             training = self.session.experiment.training
@@ -117,6 +126,8 @@ class OnPolicySource:
         """Give up what is sampled ahead."""
         if self.prefetcher is not None:
             await self.prefetcher.close()
+        if self.early is not None:
+            await self.early.close()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -149,12 +160,13 @@ class OnPolicySource:
     async def next_batch(self) -> PolicyBatch:
         session, scorer, number = self.session, self.scorer, self.batches_done
         ahead: dict[str, float] = {}
-        if self.prefetcher is None:
-            self._since = self._now()
-            with span("rollout"):
-                groups = await self._sample(number)
-        else:
-            groups, ahead = await self.prefetcher.batch(number)
+        async with nullcontext() if self.early is None else self.early.meanwhile():
+            if self.prefetcher is None:
+                self._since = self._now()
+                with span("rollout"):
+                    groups = await self._sample(number)
+            else:
+                groups, ahead = await self.prefetcher.batch(number)
         sampled = self._now()
         seconds = sampled.at - self._since.at
         played = await self._played(groups)
@@ -166,7 +178,8 @@ class OnPolicySource:
         session.tell_rollouts(played.groups, number)
         with span("credit"):
             batch, credit_metrics = self._credit(played)
-        batch = await self._with_logprobs(batch)
+        everything = played.rollouts
+        batch = await self._with_logprobs(batch, [everything[row] for row in played.trained_M])
         rollouts, since = played.rollouts, self._since
         with span("record"):
             session.ledger.keep(
@@ -242,27 +255,15 @@ class OnPolicySource:
         else:
             loss = self.session.experiment.training.loss
             advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
-        batch = PolicyBatch(
-            sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
-            prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-            sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
-            reference_logprobs=None,
-            advantages_N=advantages_N,
-            role_ids_N=role_ids_N,
-            group_ids_N=group_ids_N,
-            versions_N=versions_N,
-            routed_experts=routed_experts_of(rollouts),
-            sampled_masks=sampled_masks_of(rollouts),
-        )
-        return batch, metrics
+        return _batch_of(rollouts, advantages_N), metrics
 
-    async def _with_logprobs(self, batch: PolicyBatch) -> PolicyBatch:
+    async def _with_logprobs(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
         """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where rows
-        are clipped around them and the batch has several steps; replace the sampler's where so configured."""
+        are clipped around them and the batch has several steps; replace the sampler's where so configured. The batch is
+        of these `rollouts`."""
         players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
-            work = partial(self._recompute, "reference", players.base, batch)
-            batch = replace(batch, reference_logprobs=await players.compute(work))
+            batch = replace(batch, reference_logprobs=await self._reference(batch, rollouts))
         if experiment.rollout.logprobs == "recomputed":
             work = partial(self._recompute, "recompute", self.learner, batch)
             batch = replace(batch, sampled_logprobs=await players.compute(work))
@@ -281,10 +282,43 @@ class OnPolicySource:
             batch = replace(batch, proximal_logprobs=proximal)
         return batch
 
+    async def _reference(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
+        """The reference's log-probs: those that were computed while other groups were sampled, and the rest now."""
+        oldest = self.session.players.engine.version - self.session.experiment.rollout.staleness_budget
+        known = {} if self.early is None else self.early.take(rollouts, oldest)
+        missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
+        if len(missing_M):
+            rest = batch if len(missing_M) == len(batch) else batch.select(missing_M)
+            work = partial(self._recompute, "reference", self.session.players.base, rest)
+            for row, logprobs in zip(missing_M.tolist(), await self.session.players.compute(work), strict=True):
+                known[rollouts[row].id] = logprobs
+        return [known[rollout.id] for rollout in rollouts]
+
+    async def _early_logprobs(self, rollouts: Sequence[Rollout]) -> list[Float32]:
+        batch = _batch_of(rollouts, np.zeros(len(rollouts), dtype=np.float32))
+        players = self.session.players
+        return await players.compute(partial(self._recompute, "reference", players.base, batch))
+
     def _recompute(self, part: str, model: LanguageModel, batch: PolicyBatch) -> list[Float32]:
         """In the compute thread, where the span begins: waiting for the thread is no work of the trainer's."""
         with span(part, device=True):
             return self.objective.recompute(model.module, batch)
+
+
+def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
+    group_ids_N, role_ids_N = _groups_and_roles(rollouts)
+    return PolicyBatch(
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
+        sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
+        reference_logprobs=None,
+        advantages_N=advantages_N,
+        role_ids_N=role_ids_N,
+        group_ids_N=group_ids_N,
+        versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
+        routed_experts=routed_experts_of(rollouts),
+        sampled_masks=sampled_masks_of(rollouts),
+    )
 
 
 def _groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:

@@ -7,7 +7,7 @@ how many groups of each role are missing and of how often it was tried.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from pvg.game.curriculum import Curriculum
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
-from pvg.records import Group, Problem, Role, source_of_round
+from pvg.records import Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.deadlines import training_deadline
 from pvg.rollout.dispatcher import Call, GroupOrder
 from pvg.rollout.episodes import Environment
@@ -28,6 +28,7 @@ class ProverOrders:
     session: Session
     curriculum: Curriculum | None
     environment: Environment | None = None
+    on_group: Callable[[Sequence[Rollout]], None] | None = None  # see `Dispatcher.sample`
 
     def roles(self, number: int) -> list[Role]:
         """The role of each group of batch `number`: the configured shares, in random order."""
@@ -89,6 +90,7 @@ class ProverOrders:
             deadline=training_deadline(self.session.experiment),
             gate=gate,
             environment=self.environment,
+            on_group=self.on_group,
         )
 
     def _problems(self, number: int, roles: list[Role]) -> list[Problem]:

@@ -92,9 +92,9 @@ class Players:
         )
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
-        """A thread that scores rollouts while the trainer works on others; None where nothing is sampled ahead, where
-        servers score, or where the compute thread leaves no core free. A verifier on the base prover's own weights
-        would change the attention of modules that the compute thread uses at the same time."""
+        """A thread that scores rollouts which are sampled ahead, while the trainer works on others. None where nothing
+        is sampled ahead, where servers score, or where the compute thread leaves no core free. A verifier on the base
+        prover's own weights shares its modules, whose attention two threads cannot change at the same time."""
         ahead = self.experiment.rollout.prefetch > 0 and self.verifier_serving is None
         if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
             return None

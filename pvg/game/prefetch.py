@@ -122,11 +122,12 @@ class Prefetcher:
     async def _sampled(self, batch: int, order: GroupOrder, gate: Gate) -> Group:
         """The group of that order, scored if this does not delay the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
-        if self._orders.session.players.scoring is not None:
-            self._score_soon(group)
-            return group
-        if self._experiment.verifier.engine == "torch" and not self._open.starved:
-            return group
+        if self._experiment.verifier.engine == "torch":
+            if self._orders.session.players.scoring is not None:
+                self._score_soon(group)
+                return group
+            if not self._open.starved:
+                return group
         with span("score"):
             scores_N = await self._scorer.score(group.rollouts)
         version = self._scorer.version

@@ -56,7 +56,7 @@ class Played(Protocol):
 
 class Stops(Protocol):
     """When a prover's training is over before its steps are done (pvg.game.stopping.StopRule, or an attack's aim). Its
-    state travels in the commits."""
+    state travels in the commits. The phase calls `observe` once per batch, after the last optimizer step on it."""
 
     def observe(self, metrics: Mapping[str, float]) -> bool: ...
 
@@ -226,6 +226,7 @@ class ProverPhase:
 
     async def _step(self) -> None:
         session = self.session
+        new_batch = self.minibatches.pending == 0  # then this step samples the batch that it learns from
         report = await self.trainer.step()
         if report is None:
             raise StateError("The on-policy source ended, which it never should.")
@@ -240,10 +241,13 @@ class ProverPhase:
         if self.updates is not None and whole_batch and self.updates.due(self.source.batches_done):
             updated = await self.updates.play(self.scorer)
             self.source.threshold = self.updates.threshold
-        metrics = self.last_metrics = {**self.source.metrics, **report.metrics, **synced, **updated}
-        session.alert(self.alerts.check(metrics), self.done)
-        self.stopped = self.stop_rule.observe(metrics) and whole_batch
-        session.report_step(self.info, self.done, metrics)
+        of_step = {**report.metrics, **synced, **updated}
+        metrics = self.last_metrics = {**self.source.metrics, **of_step}
+        session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
+        if whole_batch:
+            self.stopped = self.stop_rule.observe(metrics)
+        # The figures of a batch stand in the record of its first step only, so that no reader counts them twice.
+        session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
         if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
             # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.

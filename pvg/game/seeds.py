@@ -35,7 +35,18 @@ def draw_cyclic(count: int, start: int, size: int, seed: int) -> list[int]:
 
 
 def draw_weighted(weights_P: NDArray[np.float64], size: int, generator: np.random.Generator) -> list[int]:
-    """`size` positions, each drawn with a probability proportional to its weight; none twice while there are others."""
-    shares_P = weights_P / weights_P.sum()
-    again = size > len(weights_P)
-    return [int(position) for position in generator.choice(len(weights_P), size, replace=again, p=shares_P)]
+    """`size` positions, each drawn among those that are left with a probability proportional to its weight.
+
+    When every position of positive weight has been drawn once, all of them can be drawn again. So no position comes
+    twice before all others have come, and their counts differ by at most one. A weight of 0 is never drawn. Raises
+    ValueError for a negative weight, and when `size` is positive and no weight is.
+    """
+    if (weights_P < 0).any() or (size and not (weights_P > 0).any()):
+        raise ValueError("weighted draws need weights that are not negative, and one above 0")
+    positions_Q = np.flatnonzero(weights_P > 0)
+    shares_Q = weights_P[positions_Q] / weights_P.sum()
+    chosen: list[int] = []
+    while len(chosen) < size:
+        count = min(size - len(chosen), len(positions_Q))
+        chosen += generator.choice(positions_Q, count, replace=False, p=shares_Q).tolist()
+    return chosen

@@ -93,8 +93,9 @@ class Session:
         """What was spent since the last step of the phase before belongs to no step, but to the phase."""
         add_seconds(self._outside_steps, self._close_budget().exposed)
 
-    def report_step(self, info: PhaseInfo, done: int, metrics: Mapping[str, float]) -> None:
-        """Close the step's budget; tell the observer, the metrics file, the spans file and the sinks."""
+    def report_step(self, info: PhaseInfo, done: int, metrics: Mapping[str, float], *, whole: bool = True) -> None:
+        """Close the step's budget; tell the observer, the metrics file, the spans file and the sinks. A step that is
+        not `whole` leaves metrics out that the step before has given and that are still the newest."""
         budget = self._close_budget()
         with span("record"):
             told = dict(metrics)
@@ -107,7 +108,7 @@ class Session:
             self.ledger.record("step", **place, of=info.total, metrics=finite(told), **seconds)
             self._record_spans(**place)
             if self.monitoring is not None:
-                self.monitoring.step(info.round, info.phase, done, told, budget.exposed, budget.busy)
+                self.monitoring.step(info.round, info.phase, done, told, budget.exposed, budget.busy, whole=whole)
             self.observer.progressed(Progress(done, told, budget.exposed))
 
     def _tell_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:

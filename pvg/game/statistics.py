@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.models.packing import distinct_rows
 from pvg.records import Checks, Float32, Group, Role, Rollout
 from pvg.verifier.measures import auc
 
@@ -162,6 +163,8 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
     latencies = [r.timing.queued_s + r.timing.service_s for r in rollouts]
     p50, p90, p99 = np.percentile(latencies, (50, 90, 99)).tolist()
     tokens = sum(r.sampled_tokens for r in rollouts)
+    sequences = [np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts]
+    firsts_U, _ = distinct_rows(sequences, np.array([len(r.prompt_ids) for r in rollouts]))
     return {
         "tokens_per_s": tokens / seconds,
         "prompt_tokens_per_s": sum(len(r.prompt_ids) for r in rollouts) / seconds,
@@ -171,6 +174,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
         "latency_p99_s": p99,
         "engine_batch": engine.mean_batch,
         "prefix_share": engine.prefix_share,
+        "repeated": 1.0 - len(firsts_U) / len(rollouts),
     }
 
 

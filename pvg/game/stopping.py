@@ -14,7 +14,7 @@ from pvg.sections import Game
 class StopRule:
     """`score_parity`: stop once the EMA of the mean score of sneaky-incorrect reaches that of helpful-correct.
 
-    Steps without either kind of sample leave the averages as they are.
+    A batch without either kind of sample leaves the averages as they are. `seen` counts batches.
     """
 
     game: Game
@@ -23,7 +23,7 @@ class StopRule:
     seen: int = 0
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
-        """Take in a step's metrics; True when the phase should end now."""
+        """Take in the metrics of a batch; True when the phase should end now."""
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))

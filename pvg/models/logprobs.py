@@ -41,6 +41,14 @@ class CompletionOutputs:
     logprobs_BL: Tensor
     entropies_BL: Tensor | None
 
+    def rows(self, rows_N: Tensor) -> CompletionOutputs:
+        """These rows, in this order; a row may come several times, and its gradient is then the sum of theirs."""
+        entropies_BL = self.entropies_BL
+        return CompletionOutputs(
+            self.logprobs_BL.index_select(0, rows_N),
+            None if entropies_BL is None else entropies_BL.index_select(0, rows_N),
+        )
+
 
 def completion_logprobs(
     module: nn.Module,

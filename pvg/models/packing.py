@@ -88,6 +88,21 @@ def distinct_prompts(sequences: Sequence[Int32], prompt_lengths: NDArray[Any]) -
     return prompt_of_N, prompts
 
 
+def distinct_rows(
+    sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """firsts_U, the rows whose tokens or prompt length no earlier row has, and row_of_N: sequence n is that of
+    firsts_U[row_of_N[n]]."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    firsts: list[int] = []
+    row_of_N = np.empty(len(sequences), dtype=np.int64)
+    for row, (ids, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        number = row_of_N[row] = numbers.setdefault((int(length), ids.tobytes()), len(firsts))
+        if number == len(firsts):
+            firsts.append(row)
+    return np.asarray(firsts, dtype=np.int64), row_of_N
+
+
 def shared_prompt_batches(
     prompt_of_N: NDArray[np.int64],
     prompt_lengths: NDArray[Any],

@@ -83,6 +83,7 @@ class Dispatcher:
         deadline: Deadline | None = None,
         gate: AbstractAsyncContextManager[None] | None = None,
         environment: Environment | None = None,
+        on_group: Callable[[Sequence[Rollout]], None] | None = None,
     ) -> list[Group]:
         """The groups, in the order of `orders`; rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`.
 
@@ -90,7 +91,8 @@ class Dispatcher:
         one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces. `deadline`:
         stragglers are cancelled on the engine and left out; where it is the batch's, a group may be left with none.
         `gate` is held around each request instead of the bound that this call would have for itself. `environment`:
-        rollouts are episodes of several turns (pvg.rollout.episodes).
+        rollouts are episodes of several turns (pvg.rollout.episodes). `on_group` gets the rollouts of each group that
+        is complete before the others are; not of episodes, and not of groups that a deadline has cut.
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
@@ -114,8 +116,14 @@ class Dispatcher:
             gathering.finishes.append(time.perf_counter())
             if on_done is not None:
                 on_done(finished)
+            if on_group is not None:
+                whole = arrived.setdefault(gathering.order.group, {})
+                whole[index] = rollout
+                if len(whole) == gathering.order.size:
+                    on_group([whole[place] for place in range(len(whole))])
             return rollout
 
+        arrived: dict[int, dict[int, Rollout]] = {}
         gatherings: list[Gathering[Rollout]] = gatherings_of(orders, deadline)
         try:
             await all_or_none(

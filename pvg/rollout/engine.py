@@ -177,6 +177,11 @@ class Engine(Protocol):
         """Most requests the engine accepts at once; the dispatcher asserts at start that its concurrency fits."""
         ...
 
+    @property
+    def remote(self) -> bool:
+        """Whether other processes compute for it, so that this one has nothing to compute while it samples."""
+        return False
+
     async def ready(self) -> None:
         """Make sure, before anything is asked of it, that the engine can serve; raises what the user can mend."""
         return  # where the model is in this process, it can

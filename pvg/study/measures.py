@@ -108,10 +108,11 @@ def of_rounds(value: Callable[[Mapping[str, float]], float | None]) -> Read:
 
 
 def of_last_step(phase: str, metric: str) -> Read:
-    """From the last step of a phase in each round."""
+    """From the last step of a phase in each round that has the metric: not every step of a batch has all of them."""
 
     def read(facts: RunFacts) -> Series:
-        last = {step.round: step.metrics.get(metric) for step in facts.summary.steps if step.phase == phase}
+        steps = [step for step in facts.summary.steps if step.phase == phase and metric in step.metrics]
+        last = {step.round: step.metrics[metric] for step in steps}
         return [_value(last.get(number)) for number in sorted(facts.summary.rounds)]
 
     return read

@@ -13,7 +13,7 @@ from typing import Any
 
 from pvg.sections import Telemetry
 
-EMA_DECAY = 0.8  # about the last five steps: one odd batch raises no alert
+EMA_DECAY = 0.8  # about the last five batches: one odd batch raises no alert
 GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed
 
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
@@ -36,9 +36,11 @@ class Alerts:
     lowest_fooled: float = math.inf
     active: set[str] = field(default_factory=set)
 
-    def check(self, metrics: Mapping[str, float]) -> list[Alert]:
-        """The alerts that begin with this step."""
-        self._average(metrics)
+    def check(self, metrics: Mapping[str, float], *, new_batch: bool = True) -> list[Alert]:
+        """The alerts that begin with this step. The averages take in the figures of a batch once: a further step on the
+        same batch is no `new_batch`."""
+        if new_batch:
+            self._average(metrics)
         found = self._conditions(metrics)
         new = [alert for condition, alert in found.items() if condition not in self.active]
         self.active = set(found)

@@ -350,6 +350,14 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "latency_p99_s", "s", LOWER, f"99th percentile of the latency {latency}"),
         *_in(PROVER, "engine_batch", "rows", HIGHER, "Unfinished rows of a decoding step, mean over the steps."),
         *_in(PROVER, "prefix_share", "share", HIGHER, "Prompt tokens whose computation was shared with another row."),
+        *_in(
+            PROVER,
+            "repeated",
+            "share",
+            NEITHER,
+            "Rollouts with the prompt and the tokens of an earlier one of the batch: the trainer computes these once "
+            "(training.shared_prompts). It rises as the policy becomes certain.",
+        ),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
         *_in(PROVER, "staleness_in_flight", "versions", LOWER, "Of the mean, what passed before a rollout had come."),
@@ -536,6 +544,10 @@ Every metric that a run emits. TensorBoard, Weights & Biases and trackio show th
 value that does not exist (a share of nothing) is `null` there and left out of the sinks. On the Prometheus endpoint
 (`telemetry.metrics_port`) the name is in the last column, with the unit as its suffix and the phase, the round or the
 GPU as labels.
+
+With `training.minibatches` above 1, several steps learn from one batch. What is measured of the batch (its rollouts,
+rewards and scores, and how it was sampled) stands in the record of the first of these steps only, and what a weight
+update measures in the record of the last.
 
 "Better" is the direction in which a healthy experiment moves the metric, other things being equal; a dash where there
 is none, or where two players pull in opposite directions.

@@ -120,20 +120,25 @@ class Monitoring:
         metrics: Mapping[str, float],
         budget: Mapping[str, float],
         busy: Mapping[str, float],
+        *,
+        whole: bool = True,
     ) -> None:
         """A finished step: its metrics, and its seconds by part, exposed and busy. `step` is its number in its phase.
+        The metrics of a step that is not `whole` stand beside those of the step before it.
 
         Raises what `record` or `log` raised since the last step.
         """
         if self._failure is not None:
             raise self._failure
-        self._place, self._of_steps = (round_, phase), metrics.keys()
+        self._place = (round_, phase)
+        self._of_steps = metrics.keys() if whole else self._of_steps | metrics.keys()
         self._stepped = time.monotonic()
         self._steps += 1
         self._write(
             {f"{phase}/{name}": value for name, value in metrics.items()}
             | {f"budget/{part}": seconds for part, seconds in budget.items()}
-            | {f"busy/{part}": seconds for part, seconds in busy.items()}
+            | {f"busy/{part}": seconds for part, seconds in busy.items()},
+            whole=whole,
         )
 
     def phase(self, round_: int, phase: str, metrics: Mapping[str, float]) -> None:

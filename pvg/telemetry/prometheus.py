@@ -34,6 +34,7 @@ SUFFIXES = {
     "tokens/s": ("_per_s", "_per_second"),
     "pairs/s": ("_per_s", "_per_second"),
 }
+TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
 PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
@@ -88,7 +89,7 @@ class MetricsEndpoint:
         self._thread.join()
 
     def _show(self, place: str, values: Mapping[str, float], point: MetricPoint) -> None:
-        group = f"{place} {point.phase}" if place in ("budget", "busy") else f"{place}"
+        group = f"{place} {point.phase}" if place in TIMES else f"{place}"
         if place == "round":
             group += f" {point.round}"  # the rounds stay, side by side
         shown = set()
@@ -97,7 +98,7 @@ class MetricsEndpoint:
             entry = metric(name)
             meaning = entry.meaning if entry is not None else name
             shown.add(self._set(exposed_name(name), meaning, _labels(place, short, point), value))
-        if not point.whole:
+        if not point.whole and place not in TIMES:  # every step has all of its own times
             shown |= self._shown.get(group, set())
         for gauge, labels in self._shown.get(group, set()) - shown:
             if labels:
@@ -117,7 +118,7 @@ class MetricsEndpoint:
 def exposed_name(name: str) -> str:
     """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
     place, _, short = name.partition("/")
-    if place in ("budget", "busy"):
+    if place in TIMES:
         return f"pvg_{place}_seconds"
     entry = metric(name)
     ending, suffix = SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
@@ -127,7 +128,7 @@ def exposed_name(name: str) -> str:
 
 
 def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:
-    if place in ("budget", "busy"):
+    if place in TIMES:
         return {"phase": point.phase, "part": short}
     if place == "round":
         return {"round": str(point.round)}

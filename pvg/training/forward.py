@@ -2,6 +2,9 @@
 
 The loss and the passes without a gradient (reference, recomputed) compute alike, so that equal weights give equal
 numbers: ratios of 1, a KL of 0.
+
+Where prompts are shared, rows of the same tokens are computed once, forward and backward. A policy of low entropy often
+writes the same solution several times in a group: in the embedded game nearly half of a batch repeats another row.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pvg.models.logprobs import (
     completion_outputs,
     shared_prompt_outputs,
 )
-from pvg.models.packing import distinct_prompts, shared_prompt_batches
+from pvg.models.packing import distinct_prompts, distinct_rows, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
 from pvg.models.products import in_blocks
 from pvg.models.routing import replayed_experts
@@ -47,6 +50,11 @@ class ForwardSettings:
     blocked_layers: bool = False
     precision: str = "float32"
     router_replay: bool = False
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether rows of the same tokens are computed once. With a router replay they may differ in their experts."""
+        return self.shared_prompts and not self.router_replay
 
     @classmethod
     def of(cls, section: sections.Training, temperature: float, pad_id: int) -> ForwardSettings:
@@ -74,10 +82,24 @@ def forward_batches(
     balanced: bool = False,
 ) -> list[NDArray[np.int64]]:
     """`rows` of the batch in parts that fit into one forward pass each, of at most `max_rows` rows; `balanced`: as many
-    as without it, of like size.
+    as without it, of like size. Without `max_rows`, rows that are computed once come together and count once.
 
     Raises ConfigurationError when a single row is over the token budget.
     """
+    if max_rows is None and settings.shares_rows:
+        firsts_U, row_of_N = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths[rows])
+        if len(firsts_U) < len(rows):
+            parts = _batches(batch, rows[firsts_U], settings, None, balanced)
+            same_U = np.split(rows[np.argsort(row_of_N, kind="stable")], np.cumsum(np.bincount(row_of_N))[:-1])
+            rows_like = dict(zip(rows[firsts_U].tolist(), same_U, strict=True))
+            return [np.concatenate([rows_like[row] for row in part.tolist()]) for part in parts]
+    return _batches(batch, rows, settings, max_rows, balanced)
+
+
+def _batches(
+    batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None, balanced: bool
+) -> list[NDArray[np.int64]]:
+    """`forward_batches`, each row by itself."""
     lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
     prompt_of_N = None
     if settings.shared_prompts:
@@ -98,6 +120,8 @@ def forward_batches(
 
 def batch_positions(batch: PolicyBatch, settings: ForwardSettings) -> int:
     """What a forward pass of the whole batch counts of a token budget, padding included."""
+    if settings.shares_rows:
+        batch = batch.select(distinct_rows(batch.sequences, batch.prompt_lengths)[0])
     prompt_of_N = distinct_prompts(batch.sequences, batch.prompt_lengths)[0] if settings.shared_prompts else None
     return _positions(prompt_of_N, batch.prompt_lengths, batch.lengths_N, np.arange(len(batch)))
 
@@ -136,6 +160,11 @@ def batch_outputs(
 
 def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, entropies: bool) -> CompletionOutputs:
     temperature, logits_chunk, fused = settings.temperature, settings.logits_chunk, settings.fused_logprobs
+    if settings.shares_rows:
+        firsts_U, row_of_N = distinct_rows(batch.sequences, batch.prompt_lengths)
+        if len(firsts_U) < len(batch):
+            found = _outputs(module, batch.select(firsts_U), settings, entropies)
+            return found.rows(torch.from_numpy(row_of_N).to(found.logprobs_BL.device))
     if settings.shared_prompts:
         return shared_prompt_outputs(
             module,

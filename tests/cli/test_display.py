@@ -207,6 +207,21 @@ def test_plain_lines_are_few_and_without_escape_codes() -> None:
     assert "\x1b" not in text
 
 
+def test_plain_lines_give_the_newest_figures_of_a_phase_though_the_last_step_has_none() -> None:
+    state, clock = board()
+    stream = io.StringIO()
+    lines = PlainLines(state, stream)
+    lines.phase_started(info("train_prover", 100))
+    lines.progressed(Progress(1, {"helpful_accuracy": 0.5, "loss": 0.1}))
+    clock.now += 2 * SECONDS_BETWEEN_LINES
+    lines.progressed(Progress(2, {"loss": 0.1}))
+    assert "helpful_accuracy=50.0%" in stream.getvalue()
+    lines.phase_started(info("train_verifier", 100))
+    clock.now += 2 * SECONDS_BETWEEN_LINES
+    lines.progressed(Progress(1, {"pair_accuracy": 0.75}))
+    assert stream.getvalue().splitlines()[-1].endswith("pair_accuracy=75.0%")
+
+
 def test_phases_that_come_again_are_under_way_again_and_promise_no_end() -> None:
     board = Board("modchain", "modchain", 2, phases=("samples", "attack"), once=False)
     first = PhaseInfo(0, 2, "samples", "rollouts", 4)

@@ -16,9 +16,11 @@ from pvg.experiment import build_experiment
 from pvg.game.run import play
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
+from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.event_loop import runner
-from pvg.telemetry.observer import Progress, SilentObserver
+from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
 
@@ -54,6 +56,74 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     with loop, run.lock():
         loop.run(main())
     return run, observer
+
+
+class Watching(SilentObserver):
+    """Keeps what each prover step tells; after so many of them it reads the metrics endpoint and asks to stop."""
+
+    def __init__(self, stop: asyncio.Event, port: int, steps: int) -> None:
+        self._stop, self._port, self._most = stop, port, steps
+        self._phase = ""
+        self.steps: list[dict[str, float]] = []
+        self.told = 0
+        self.page = ""
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        self._phase = info.phase
+
+    def progressed(self, progress: Progress) -> None:
+        self.told += 1
+        if self._phase != "train_prover":
+            return
+        self.steps.append(dict(progress.metrics))
+        if len(self.steps) < self._most:
+            return
+        self._stop.set()
+        while f"\npvg_step {self.told}.0\n" not in self.page:  # a thread writes it; or the test's time runs out
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as response:
+                self.page = response.read().decode()
+
+
+BATCHES = 4
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_a_batch_counts_once_however_many_steps_learn_from_it(minibatches: int, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    plain = small_experiment().plain()
+    plain["training"] |= {"minibatches": minibatches, "steps": 20 * minibatches}
+    plain["telemetry"]["metrics_port"] = port
+    plain["store"]["commit_every"] = 100  # so that the only commit is the one of the stop
+    experiment = build_experiment(plain)
+    run = RunDirectory.create(tmp_path, "minibatches", experiment)
+    with run.lock():
+        stop = asyncio.Event()
+        observer = Watching(stop, port, BATCHES * minibatches)
+        asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=False))
+    steps = [record["metrics"] for record in records(run, "step") if record["phase"] == "train_prover"]
+    assert len(steps) == BATCHES * minibatches
+    firsts, others = steps[::minibatches], [step for n, step in enumerate(steps) if n % minibatches]
+    of_batch = {"rollouts", "tokens_per_s", "zero_signal", "fooled_rate", "reward_mean", "staleness", "cache_misses"}
+    assert all(step.keys() >= of_batch | {"loss", "grad_norm", "trainer_idle"} for step in firsts)
+    assert all(step.keys() >= {"loss", "grad_norm", "trainer_idle"} for step in others)
+    assert not any(step.keys() & of_batch for step in others)
+    assert [step.keys() for step in observer.steps] == [step.keys() for step in steps]
+    committed = FileStateStore(run.state).load().state
+    assert committed is not None
+    sampled = [shard["rows"] for shard in committed["shards"] if "train_prover" in shard["path"]]
+    assert sum(step["rollouts"] for step in firsts) == sum(sampled) == 16 * BATCHES
+    # The rule and the alerts have taken in each batch once.
+    assert committed["progress"]["stop_rule"]["seen"] == BATCHES
+    for name in ("helpful_accuracy", "zero_signal"):
+        average = firsts[0][name]
+        for step in firsts[1:]:
+            average = EMA_DECAY * average + (1 - EMA_DECAY) * step[name]
+        assert committed["progress"]["alerts"]["averages"][name] == pytest.approx(average)
+    # Within a batch the endpoint goes on to show the figures of the batch.
+    assert 'pvg_rollouts{phase="train_prover"} 16.0' in observer.page
+    assert 'pvg_budget_seconds{part="forward_backward",phase="train_prover"}' in observer.page
+    assert ('pvg_budget_seconds{part="decode",phase="train_prover"}' in observer.page) == (minibatches == 1)
 
 
 class StopSoon(SilentObserver):

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pvg.game.statistics import Columns, play_metrics, sample_metrics, verifier_auc
+from pvg.game.statistics import Columns, play_metrics, sample_metrics, sampling_metrics, verifier_auc
 from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
+from pvg.rollout.engine import EngineStats
 
 ROLLOUT = Rollout(
     id="r", problem_id="p", question="q", reference="1", role=Role.HELPFUL, round=0, source="base", step=0, group=0,
@@ -50,6 +51,13 @@ def test_play_metrics_by_hand():
     assert found["score_gap"] == pytest.approx(0.5)
     assert found["malformed"] == pytest.approx(1 / 7)
     assert found["truncated"] == pytest.approx(1 / 7)
+
+
+def test_repeated_rollouts_have_the_prompt_and_the_tokens_of_an_earlier_one():
+    longer = replace(ROLLOUT, completion_ids=np.array([2, 3, 4], dtype=np.int32))
+    other_prompt = replace(ROLLOUT, prompt_ids=np.array([5], dtype=np.int32))
+    found = sampling_metrics([ROLLOUT, longer, ROLLOUT, other_prompt, ROLLOUT], EngineStats(), 1.0)
+    assert found["repeated"] == pytest.approx(2 / 5)
 
 
 def test_auc_counts_malformed_solutions_as_incorrect():

@@ -118,6 +118,23 @@ def test_progress_is_told_after_each_rollout() -> None:
     assert told == list(range(1, 21))
 
 
+def test_a_group_is_told_when_it_is_complete_and_the_others_are_not() -> None:
+    told: list[tuple[int, list[str]]] = []
+    done: list[int] = []
+    groups = asyncio.run(
+        sample(
+            dispatcher_of(ScriptedEngine()),
+            orders(),
+            on_done=done.append,
+            on_group=lambda rollouts: told.append((len(done), [rollout.id for rollout in rollouts])),
+        )
+    )
+    by_id = {ids[0]: ids for _, ids in told}
+    assert len(told) == len(by_id) == 5
+    assert [by_id[group.rollouts[0].id] for group in groups] == [[r.id for r in group.rollouts] for group in groups]
+    assert min(count for count, _ in told) < 20  # long before the last rollout
+
+
 def test_orders_of_different_sizes_and_none_at_all() -> None:
     sizes = [1, 3, 2]
     wanted = [GroupOrder(o.problem, o.role, o.prompt_ids, o.group, n) for o, n in zip(orders(3), sizes, strict=True)]

@@ -18,6 +18,7 @@ def facts(empty_folder) -> RunFacts:  # type: ignore[no-untyped-def]
         run,
         step("train_prover", 1, kl=0.1),
         step("train_prover", 2, kl=0.2),
+        step("train_prover", 3, loss=0.2),
         step("train_prover", 1, round_=1, kl=0.3),
         {"kind": "phase", "round": 0, "phase": "train_prover", "seconds": 7.0, "metrics": {}},
     )
@@ -39,7 +40,7 @@ def test_rounds_steps_and_the_whole_run(facts: RunFacts) -> None:
     assert read("accuracy_gain", facts) == [Value(0.25), Value(0.375)]
     assert read("verifier_auc", facts) == [None, None]
     assert read("kl", facts) == [Value(0.2), Value(0.3)]
-    assert read("prover_steps", facts) == [Value(2), Value(1)]
+    assert read("prover_steps", facts) == [Value(3), Value(1)]
     assert read("seconds", facts) == [Value(8.0)]  # 7 s of the first round's phase, and the second's step
 
 

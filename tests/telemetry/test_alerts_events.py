@@ -51,6 +51,16 @@ def test_zero_signal_truncation_infinity_and_goodharting():
     assert "goodharting" in names_of_many(alerts, beaten)
 
 
+def test_further_steps_on_a_batch_move_no_average_and_end_no_alert():
+    alerts, once = Alerts(Telemetry(), two_roles=True), Alerts(Telemetry(), two_roles=True)
+    for metrics in (HEALTHY, HEALTHY | {"sneaky_error_rate": 0.0, "fooled_rate": 0.9}):
+        once.check(metrics)
+        for new_batch in (True, False, False, False):
+            alerts.check(metrics, new_batch=new_batch)
+    assert alerts == once
+    assert [a.name for a in alerts.check(HEALTHY | {"kl": math.inf}, new_batch=False)] == ["nan"]
+
+
 def test_alerts_resume_where_they_stood():
     alerts = Alerts(Telemetry(), two_roles=True)
     for _ in range(20):

@@ -166,8 +166,9 @@ def test_steps_reach_the_sinks_under_their_full_names(tmp_path: Path) -> None:
         await until(lambda: told.of("device"))
         monitoring.step(0, "mint", 32, {"correct": 0.5}, {"decode": 1.0}, {"decode": 1.5})
         monitoring.step(0, "train_prover", 1, {"loss": 0.25}, {"decode": 2.0}, {"decode": 2.5})
-        monitoring.step(0, "train_verifier", 1, {"loss": 0.5}, {}, {})
-        monitoring.phase(0, "train_verifier", {"loss": 0.5, "threshold": 0.75})
+        monitoring.step(0, "train_verifier", 1, {"loss": 0.5, "pairs": 8.0}, {}, {})
+        monitoring.step(0, "train_verifier", 2, {"loss": 0.25}, {}, {}, whole=False)
+        monitoring.phase(0, "train_verifier", {"loss": 0.5, "pairs": 8.0, "threshold": 0.75})
         monitoring.round(0, {"verifier_auc": 0.9})
 
     watch(tmp_path, body, sinks=("tensorboard",), first_step=40)
@@ -178,9 +179,11 @@ def test_steps_reach_the_sinks_under_their_full_names(tmp_path: Path) -> None:
     assert {"device/rss_bytes", "loop/lag_p50_s"} <= found
     assert [(e.step, e.value) for e in events.Scalars("budget/decode")] == [(41, 1.0), (42, 2.0)]
     assert [(e.step, e.value) for e in events.Scalars("busy/decode")] == [(41, 1.5), (42, 2.5)]
-    assert [(e.step, e.value) for e in events.Scalars("train_verifier/threshold")] == [(43, 0.75)]
-    assert [(e.step, e.value) for e in events.Scalars("train_verifier/loss")] == [(43, 0.5)]  # the step's, not twice
-    assert [e.step for e in events.Scalars("round/verifier_auc")] == [43]
+    assert [(e.step, e.value) for e in events.Scalars("train_verifier/threshold")] == [(44, 0.75)]
+    # What a step has told is not told again at the end of the phase, be it not the last step.
+    assert [(e.step, e.value) for e in events.Scalars("train_verifier/loss")] == [(43, 0.5), (44, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("train_verifier/pairs")] == [(43, 8.0)]
+    assert [e.step for e in events.Scalars("round/verifier_auc")] == [44]
 
 
 def test_the_endpoint_is_there_for_as_long_as_the_run(tmp_path: Path) -> None:

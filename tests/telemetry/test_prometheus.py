@@ -78,6 +78,20 @@ def test_what_is_told_at_the_end_of_a_phase_stands_beside_its_last_step(endpoint
     assert not any(name.startswith("pvg_verifier_auc") for name, _ in scrape(endpoint))
 
 
+def test_a_further_step_on_a_batch_keeps_the_figures_of_the_batch_and_has_its_own_times(
+    endpoint: MetricsEndpoint,
+) -> None:
+    phase, label = "train_prover", ("phase", "train_prover")
+    write(endpoint, phase, {"train_prover/rollouts": 16.0, "train_prover/loss": 0.4, "budget/decode": 2.0})
+    further = {"train_prover/loss": 0.3, "budget/pack": 0.5}
+    endpoint.write(MetricPoint(1000.0, 2, 0, phase, further, whole=False))
+    found = scrape(endpoint)
+    assert (found["pvg_rollouts", (label,)], found["pvg_loss", (label,)]) == (16.0, 0.3)
+    assert {name: value for name, value in found.items() if name[0] == "pvg_budget_seconds"} == {
+        ("pvg_budget_seconds", (("part", "pack"), label)): 0.5
+    }
+
+
 def test_rounds_stay_side_by_side_and_no_value_is_nan(endpoint: MetricsEndpoint) -> None:
     write(endpoint, "checkpoint", {"round/verifier_auc": 0.9})
     write(endpoint, "checkpoint", {"round/verifier_auc": math.nan}, round_=1)

@@ -41,13 +41,16 @@ def test_by_hand(lengths, budget, expected):
 
 
 @settings(deadline=None)
-@given(data=st.data(), shared=st.booleans(), bucketing=st.booleans())
-def test_every_row_once_as_few_as_before_and_no_more_positions(data, shared, bucketing):
+@given(data=st.data(), shared=st.booleans(), bucketing=st.booleans(), repeated=st.booleans())
+def test_every_row_once_as_few_as_before_and_no_more_positions(data, shared, bucketing, repeated):
     completions = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=40))
     budget = data.draw(st.integers(36, 300))
-    most = data.draw(st.none() | st.integers(1, 9))
+    most = None if repeated else data.draw(st.none() | st.integers(1, 9))
     prompts = [data.draw(st.integers(1, 3)) for _ in completions]
-    sequences = [[prompt] * (2 * prompt) + [0] * rest for prompt, rest in zip(prompts, completions, strict=True)]
+    sequences = [
+        [prompt] * (2 * prompt) + [0 if repeated else 9 + number] * rest
+        for number, (prompt, rest) in enumerate(zip(prompts, completions, strict=True))
+    ]
     batch = policy_batch(sequences, [2 * prompt for prompt in prompts], [1.0] * len(sequences))
     limits = ForwardSettings(1.0, budget, 0, shared_prompts=shared, bucketing=bucketing)
     rows = np.arange(len(batch))

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,7 @@ from pvg.rollout.engine import Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.sections import Count, Positive, Section
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
-from pvg.telemetry.spans import Tracer, span, tracer_here
+from pvg.telemetry.spans import Span, Tracer, span, tracer_here
 from pvg.telemetry.training_time import TRAINING_PARTS
 
 FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead, and instead of what was dropped
@@ -86,19 +86,16 @@ def make(settings: BenchSettings) -> Workload:
 
 @dataclass
 class StepClock(SilentObserver):
-    """When each step ended, the seconds of its training by part, and its metrics."""
+    """When each step ended, the spans of its training, and its metrics."""
 
     ends: list[float] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)
+    spans: list[list[Span]] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def progressed(self, progress: Progress) -> None:
         tracer = tracer_here()
-        parts = dict.fromkeys(TRAINING_PARTS, 0.0)
-        for ended in [] if tracer is None else tracer.take_spans():
-            if ended.name in parts:
-                parts[ended.name] += ended.end_s - ended.start_s
-        self.parts.append(parts)
+        ended = [] if tracer is None else tracer.take_spans()
+        self.spans.append([found for found in ended if found.name in TRAINING_PARTS])
         self.ends.append(time.perf_counter())
         self.metrics.append(progress.metrics)
 
@@ -106,7 +103,7 @@ class StepClock(SilentObserver):
 @dataclass(frozen=True, slots=True)
 class Play:
     """The measured steps of a phase: their wall time, the seconds of each that were training and those of these that
-    computed log-probs again, and their metrics."""
+    computed log-probs again, and their metrics. All training is in one thread, so no two seconds of it overlap."""
 
     wall_s: float
     trained_s: list[float]
@@ -185,7 +182,7 @@ class PipelinedSteps:
 
     async def sample(self, index: int) -> dict[str, float]:
         own, rollout = self._own, self._experiment.rollout
-        self._engine.pace(0.0, 0.0, 1, draw=index)
+        self._engine.pace(0.0, 0.0, 1)
         with span(RESET), Tracer().drive():  # not part of the pipelined steps, and so not of their budget
             in_turns = await self._play(self._synchronous, 1 + own.calibration, skip=1)
         useful_s = float(np.median(in_turns.trained_s))
@@ -212,11 +209,10 @@ class PipelinedSteps:
             phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
             phase.version = session.players.engine.version
         await phase.play()
-        parts = clock.parts[skip:]
         return Play(
             clock.ends[-1] - clock.ends[skip - 1],
-            [sum(part.values()) for part in parts],
-            sum(part["recompute"] for part in parts),
+            [_seconds(step) for step in clock.spans[skip:]],
+            _seconds(found for step in clock.spans[skip:] for found in step if found.name == "recompute"),
             clock.metrics[skip:],
         )
 
@@ -250,6 +246,10 @@ class PipelinedSteps:
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+
+def _seconds(spans: Iterable[Span]) -> float:
+    return sum(found.end_s - found.start_s for found in spans)
 
 
 def _synchronous(experiment: Experiment) -> Experiment:

@@ -45,6 +45,10 @@ class ChildEngine(Engine):
         return self._stats
 
     @property
+    def remote(self) -> bool:
+        return True
+
+    @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
 

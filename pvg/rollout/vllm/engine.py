@@ -132,6 +132,10 @@ class VllmEngine(Engine):
         return self._version
 
     @property
+    def remote(self) -> bool:
+        return True
+
+    @property
     def max_in_flight(self) -> int:
         return self._pool.limits.capacity
 

@@ -1,0 +1,172 @@
+"""Reference log-probs of groups that wait for the rest of their batch: when they are computed, and what they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_configurations import changed, played, rows
+from test_prefetch import AHEAD, made_group
+
+from pvg.game.early_reference import EarlyReference
+from pvg.game.on_policy import OnPolicySource
+from pvg.records import Float32, Rollout
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.training.batch import PolicyBatch
+
+
+def rollouts(*names: str, version: int = 0) -> list[Rollout]:
+    made = [made_group(name).rollouts[0] for name in names]
+    return [replace(r, spans=tuple(replace(s, version=version) for s in r.spans)) for r in made]
+
+
+class Reference:
+    """Hands out passes one by one: `gate.set()` lets the pass that waits go on."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[str]] = []
+        self.gate = asyncio.Event()
+
+    async def __call__(self, asked: Sequence[Rollout]) -> list[Float32]:
+        self.passes.append([rollout.id for rollout in asked])
+        await self.gate.wait()
+        self.gate.clear()
+        if asked[0].id == "bad":
+            raise ValueError("planted")
+        return [np.full(2, float(len(self.passes)), dtype=np.float32) for _ in asked]
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_what_arrives_during_a_wait_is_computed_pass_by_pass() -> None:
+    async def work() -> None:
+        reference = Reference()
+        early = EarlyReference(reference)
+        early.start()
+        early.arrived(rollouts("a"))
+        await turns()
+        assert reference.passes == []  # nobody waits: a pass would hold up the trainer
+        async with early.meanwhile():
+            await turns()
+            early.arrived(rollouts("b"))
+            early.arrived(rollouts("c"))
+            await turns()
+            assert reference.passes == [["a"]]
+            reference.gate.set()
+            await turns()
+            assert reference.passes == [["a"], ["b", "c"]]
+            asyncio.get_running_loop().call_later(0.01, reference.gate.set)  # leaving waits for the pass
+        early.arrived(rollouts("d"))
+        found = early.take(rollouts("a", "c", "d"), oldest=0)
+        assert {name: logprobs.tolist() for name, logprobs in found.items()} == {"a": [1.0, 1.0], "c": [2.0, 2.0]}
+        assert early.take(rollouts("a", "c"), oldest=0) == {}  # not kept
+        assert list(early.take(rollouts("b"), oldest=0)) == ["b"]
+        async with early.meanwhile():
+            await turns()
+        assert len(reference.passes) == 2  # "d" was taken, so there is nothing left to compute
+        await early.close()
+        await early.close()
+
+    asyncio.run(work())
+
+
+def test_nothing_is_kept_of_what_is_too_old_to_train_on() -> None:
+    async def work() -> None:
+        reference = Reference()
+        early = EarlyReference(reference)
+        early.start()
+        async with early.meanwhile():
+            early.arrived(rollouts("old", version=3) + rollouts("new", version=4))
+            await turns()
+            reference.gate.set()
+            await turns()
+        early.arrived(rollouts("old and waiting", version=3))
+        assert early.take([], oldest=4) == {}
+        assert list(early.take(rollouts("old", "new"), oldest=4)) == ["new"]
+        async with early.meanwhile():
+            await turns()
+        assert len(reference.passes) == 1
+        await early.close()
+
+    asyncio.run(work())
+
+
+def test_the_error_of_a_pass_reaches_the_trainer() -> None:
+    async def work() -> None:
+        reference = Reference()
+        early = EarlyReference(reference)
+        early.start()
+        reference.gate.set()
+
+        async def wait() -> None:
+            async with early.meanwhile():
+                early.arrived(rollouts("bad"))
+                await turns()
+
+        with pytest.raises(ValueError, match="planted"):
+            await wait()
+        await early.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"training.lora_rank": 2, "training.minibatches": 2, "training.steps": 6}, AHEAD],
+    ids=["synchronous", "adapters and minibatches", "ahead"],
+)
+def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[tuple[int, int]] = []  # of each batch: rows that were computed early, and all
+    taken = EarlyReference.take
+
+    def counting(self: EarlyReference, asked: Sequence[Rollout], oldest: int) -> dict[str, Float32]:
+        found = taken(self, asked, oldest)
+        counts.append((len(found), len(asked)))
+        return found
+
+    given = OnPolicySource._reference
+
+    async def checked(self: OnPolicySource, batch: PolicyBatch, asked: Sequence[Rollout]) -> list[Float32]:
+        found = await given(self, batch, asked)
+        base = self.session.players.base
+        expected = await self.session.players.compute(partial(self.objective.recompute, base.module, batch))
+        for row, logprobs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(row, logprobs, rtol=1e-5, atol=1e-5)
+        return found
+
+    monkeypatch.setattr(EarlyReference, "take", counting)
+    monkeypatch.setattr(OnPolicySource, "_reference", checked)
+    # Groups arrive one after the other: as from a server, and with real tokens.
+    monkeypatch.setattr(TorchEngine, "remote", True)
+    little = {"rollout.max_rows": 4, "verifier.steps": 2, "game.mint_problems": 12, "evaluation.problems": 4}
+    experiment = changed({**little, **settings})
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    assert len(counts) == experiment.training.steps // experiment.training.minibatches
+    assert all(count == 16 for _, count in counts)
+    assert sum(early for early, _ in counts) > 0
+    steps = [row for row in rows(run, "step") if row["phase"] == "train_prover"]
+    assert steps[0]["metrics"]["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is the reference yet
+    # What was computed meanwhile was hidden behind the wait: it is work, and nobody waited for it.
+    busy, exposed = (sum(step[kind].get("reference", 0.0) for step in steps) for kind in ("busy", "budget"))
+    assert busy > exposed
+
+
+def test_an_engine_in_this_process_needs_the_thread_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: EarlyReference, compute: object) -> None:
+        raise AssertionError("nothing is early here")
+
+    monkeypatch.setattr(EarlyReference, "__init__", refuse)
+    outcome, _ = played(changed({"training.steps": 2, "verifier.steps": 2, "game.mint_problems": 12}), tmp_path)
+    assert outcome.status == "complete"
