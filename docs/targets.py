@@ -212,12 +212,12 @@ TARGETS = (
         least=10.0,
     ),
     Target(
-        "trainer's idle share, pipeline on, with the synchronous one beside it",
+        "trainer's idle share (1 - useful work / wall time), pipeline on, with the synchronous one beside it",
         "< 20 %",
         "pipeline.json",
         idle_share,
-        "All that is not training counts as idle: mostly the scoring, which the trainer's own thread computes unless "
-        "verifier servers do, then the waiting for rollouts.",
+        "Useful work is the time that the training of the same steps takes synchronously. All else counts as idle: "
+        "waiting, scores, recomputation, and training that is slower beside other work (`idle_*` in the report).",
         most=20.0,
     ),
     Target(

@@ -115,7 +115,8 @@ class OnPolicySource:
         if self.prefetcher is not None:
             self._since = self._now()
             training = self.session.experiment.training
-            self.prefetcher.start(version, -(-training.steps // training.minibatches) - self.batches_done)
+            batches = -(-training.steps // training.minibatches) - self.batches_done
+            self.prefetcher.start(version, self.batches_done, batches)
 
     def published(self, version: int) -> None:
         """The trainer's new `version` has reached the engine."""
@@ -253,7 +254,8 @@ class OnPolicySource:
 
     async def _with_logprobs(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
         """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where rows
-        are clipped around them; replace the sampler's where so configured. The batch is of these `rollouts`."""
+        are clipped around them and the batch has several steps; replace the sampler's where so configured. The batch is
+        of these `rollouts`."""
         players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
             batch = replace(batch, reference_logprobs=await self._reference(batch, rollouts))
@@ -263,11 +265,14 @@ class OnPolicySource:
         if objective.needs_start:
             work = partial(self._recompute, "recompute", self.learner, batch)
             return replace(batch, proximal_logprobs=await players.compute(work))
-        stale_N = np.flatnonzero(batch.versions_N < players.engine.version)
-        if objective.decoupled and not objective.weighs_all and len(stale_N):
-            work = partial(self._recompute, "recompute", self.learner, batch.select(stale_N))
+        stale_N = batch.versions_N < players.engine.version
+        if objective.decoupled and stale_N.any():
+            if objective.one_step:
+                return replace(batch, stale_N=stale_N)
+            stale_M = np.flatnonzero(stale_N)
+            work = partial(self._recompute, "recompute", self.learner, batch.select(stale_M))
             proximal = list(batch.sampled_logprobs)  # of a fresh row, the sampler is the policy at batch start
-            for row, logprobs in zip(stale_N, await players.compute(work), strict=True):
+            for row, logprobs in zip(stale_M, await players.compute(work), strict=True):
                 proximal[row] = logprobs
             batch = replace(batch, proximal_logprobs=proximal)
         return batch

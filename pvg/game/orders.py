@@ -30,16 +30,19 @@ class ProverOrders:
     environment: Environment | None = None
     on_group: Callable[[Sequence[Rollout]], None] | None = None  # see `Dispatcher.sample`
 
-    def batch(self, number: int) -> list[GroupOrder]:
-        """The groups of batch `number`: roles in their shares, a problem for each."""
+    def roles(self, number: int) -> list[Role]:
+        """The role of each group of batch `number`: the configured shares, in random order."""
         session, round_ = self.session, self.session.state.round
-        experiment = session.experiment
         generator = generator_for(session.seed, round_, "prover-roles", number)
-        roles = assign_roles(experiment.training.groups, experiment.game.sneaky_share, generator)
-        size = experiment.rollout.group_size
+        return assign_roles(session.experiment.training.groups, session.experiment.game.sneaky_share, generator)
+
+    def batch(self, number: int, of: Role | None = None) -> list[GroupOrder]:
+        """The groups of batch `number`, each with its role and its problem; only those of role `of`, if it is given."""
+        roles, size = self.roles(number), self.session.experiment.rollout.group_size
         return [
-            session.order(problem, role, group, size)
+            self.session.order(problem, role, group, size)
             for group, (problem, role) in enumerate(zip(self._problems(number, roles), roles, strict=True))
+            if of is None or role is of
         ]
 
     def refill(

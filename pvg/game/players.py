@@ -1,7 +1,8 @@
 """The models of a run, and who owns them: the base prover, the engine that samples, the verifier of the round.
 
 All torch work of a run happens in one executor thread: the event loop stays free, and two pools of compute threads
-never fight over the same cores. Python and numpy work on a whole batch happens in another one (`off_loop`).
+never fight over the same cores. Two other threads have no pool: one scores rollouts beside the trainer
+(`Players.scoring`), and one does Python and numpy work on a whole batch (`off_loop`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
+from pvg.sandbox.sandbox import usable_cores
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Concealing, Task
 from pvg.telemetry.events import Events, Unheard
@@ -85,11 +87,21 @@ class Players:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
+        self.scoring = self._scoring_executor()
         self.grading = grading_executor(rollout)
         self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and what scorers read
         self.dispatcher = Dispatcher(
             self.engine, task, self.base.tokenizer, sampling, rollout.concurrency, self.grading
         )
+
+    def _scoring_executor(self) -> ThreadPoolExecutor | None:
+        """A thread that scores rollouts which are sampled ahead, while the trainer works on others. None where nothing
+        is sampled ahead, where servers score, or where the compute thread leaves no core free. A verifier on the base
+        prover's own weights shares its modules, whose attention two threads cannot change at the same time."""
+        ahead = self.experiment.rollout.prefetch > 0 and self.verifier_serving is None
+        if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
+            return None
+        return ThreadPoolExecutor(1, "pvg-score", initializer=torch.set_num_threads, initargs=(1,))
 
     @property
     def machine(self) -> str:
@@ -163,8 +175,9 @@ class Players:
         shown = self.task.shown if isinstance(self.task, Concealing) else None
         return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
 
-    def scorer(self, verifier: Judge) -> VerifierScorer:
-        """A scorer with an empty cache. The verifier stays the caller's."""
+    def scorer(self, verifier: Judge, *, beside_trainer: bool = False) -> VerifierScorer:
+        """A scorer with an empty cache. The verifier stays the caller's. `beside_trainer`: in the thread for that,
+        where there is one; the caller changes no weight of the verifier meanwhile."""
         section, template = self.experiment.verifier, self.template(verifier)
         backend = None
         if self.verifier_serving is not None:
@@ -177,7 +190,7 @@ class Players:
             verifier.version(),
             cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
-            executor=self.executor,
+            executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,
             reading=self.batching,
@@ -193,9 +206,9 @@ class Players:
         gc.unfreeze()
         async with AsyncExitStack() as rest:  # each of it, also where something of it fails
             rest.callback(self._let_go)
-            rest.callback(self.batching.shutdown)
-            if self.grading is not None:
-                rest.callback(self.grading.shutdown)
+            for executor in (self.batching, self.grading, self.scoring):
+                if executor is not None:
+                    rest.callback(executor.shutdown)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()

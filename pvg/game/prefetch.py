@@ -1,27 +1,70 @@
 """`Prefetcher`: the prover's groups, sampled, graded and scored ahead of its trainer (`rollout.prefetch`).
 
-Where servers compute the scores (`verifier.engine = "vllm"`), what comes is scored at once. In this process it is the
-trainer's thread that computes them: there they wait for the batch, as rewards and credit do, unless the trainer has
-nothing else to do. Either way they are true, for the verifier is frozen while the prover learns.
+If servers compute the scores (`verifier.engine = "vllm"`), a group is scored when it arrives. If a thread beside the
+trainer's does (`Players.scoring`), groups are scored in the background, a few at a time, and their batch finds the
+scores in the scorer's cache. Otherwise the trainer's thread computes them: with the batch, or when a group arrives
+while the trainer waits. The scores are the same, because the verifier is frozen while the prover learns.
 
-Groups are numbered in the order of the synchronous game's batches, and their rollouts have its ids. A rollout's `step`
-and `group` are those of the batch that it is trained in. The numbers begun are part of a commit: a resumed run goes on
-behind them, so no id of a committed rollout comes again, and what was in flight or waiting is sampled no more.
+A batch has exactly the role shares of the synchronous game's batch of that number. Each role has its own queue of
+groups: that role's groups of the synchronous game, in its order and with its ids. So when groups of one role grow too
+old and are dropped, the next ones of the same role are sampled. A rollout's `step` and `group` are those of the batch
+that it is trained in.
+
+A group's number is `batch * training.groups + place` in the synchronous game. A commit holds, for each role, the number
+up to which its groups were begun. A resumed run continues there: no id of a committed rollout is used again, and what
+was in flight or waiting is lost.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from collections import Counter, deque
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from pvg.game.orders import ProverOrders
-from pvg.records import Group
+from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.buffer import Taken
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.pipeline import Gate, Lost, Pipeline
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import VerifierScorer
+
+# Rollouts that the thread beside the trainer's scores together. A forward pass of a small model costs as much as 20 to
+# 30 of its rows, and most of that holds Python's lock, which the trainer needs too.
+SCORED_TOGETHER = 64
+
+
+@dataclass
+class RoleQueue:
+    """The groups of one role, in the order of the synchronous game's batches. `begun`: the groups with lower numbers
+    were begun, by this process or by an earlier one."""
+
+    orders: ProverOrders
+    role: Role
+    size: int
+    begun: int = 0
+    _made: deque[tuple[int, GroupOrder]] = field(default_factory=deque)  # with the batch's number
+    _next: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next = self.begun // self.size
+
+    def pop(self) -> tuple[int, GroupOrder]:
+        """The next group, and the number of its batch. Orders are made one batch at a time, when they are needed."""
+        while not self._made:
+            made = [(self._next, order) for order in self.orders.batch(self._next, self.role)]
+            self._made.extend(item for item in made if self._number(*item) >= self.begun)
+            self._next += 1
+        batch, order = self._made.popleft()
+        self.begun = self._number(batch, order) + 1
+        return batch, order
+
+    def _number(self, batch: int, order: GroupOrder) -> int:
+        return batch * self.size + order.group
 
 
 class Prefetcher:
@@ -30,31 +73,35 @@ class Prefetcher:
         self._scorer = scorer
         self._experiment = orders.session.experiment
         self._pipeline: Pipeline | None = None
-        self._begun = 0  # groups, by this process and those before it
-        self._batches: dict[int, list[GroupOrder]] = {}  # by number: what of it is not begun yet
+        self._queues = {role: RoleQueue(orders, role, self._experiment.training.groups) for role in Role}
         self._lost = Lost()
+        self._unscored: list[Rollout] = []  # for the thread beside the trainer's
+        self._scoring: set[asyncio.Task[Float32]] = set()
 
     @property
-    def begun(self) -> int:
-        return self._begun if self._pipeline is None else self._pipeline.begun
+    def begun(self) -> dict[str, int]:
+        """By role: the number up to which its groups were begun."""
+        return {role.value: queue.begun for role, queue in self._queues.items()}
 
-    def resume(self, begun: int) -> None:
-        """Go on behind the first `begun` groups."""
-        self._begun = begun
+    def resume(self, begun: Mapping[str, int]) -> None:
+        """Continue after the groups that were `begun`."""
+        groups = self._experiment.training.groups
+        self._queues = {role: RoleQueue(self._orders, role, groups, begun[role.value]) for role in Role}
 
-    def start(self, version: int, batches: int) -> None:
-        """Begin to sample; the trainer has `version`, and so has the engine. `batches` are left of the phase, which may
-        end before: when the last is taken nothing more is begun, as nobody would train on it."""
-        rollout, groups = self._experiment.rollout, self._experiment.training.groups
+    def start(self, version: int, batch: int, batches: int) -> None:
+        """Begin to sample for batch number `batch`; the trainer and the engine have `version`. `batches` are left of
+        the phase, which may end earlier: when the last is taken, no further group is begun."""
+        rollout = self._experiment.rollout
         self._pipeline = Pipeline(
             self._sample,
-            capacity=(1 + rollout.prefetch) * groups,
+            lambda number: Counter(self._orders.roles(number)),
+            ahead=rollout.prefetch,
             budget=rollout.staleness_budget,
             concurrency=rollout.concurrency,
             version=version,
-            begun=self._begun,
+            batch=batch,
+            batches=batches,
             prefer=rollout.prefer,
-            wanted=batches * groups,
         )
         self._pipeline.start()
 
@@ -66,14 +113,21 @@ class Prefetcher:
         if self._pipeline is not None:
             await self._pipeline.close()
             await self._scorer.drop()
+            await asyncio.gather(*self._scoring, return_exceptions=True)  # cancelled by `drop`
 
-    async def _sample(self, number: int, gate: Gate) -> Group:
-        """Group `number` of the phase, scored where that holds up nobody."""
-        batch, place = divmod(number, self._experiment.training.groups)
-        order = self._order(batch, place)
+    def _sample(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
+        """Begin the role's next group."""
+        return self._sampled(*self._queues[role].pop(), gate)
+
+    async def _sampled(self, batch: int, order: GroupOrder, gate: Gate) -> Group:
+        """The group of that order, scored if this does not delay the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
-        if self._experiment.verifier.engine == "torch" and not self._open.starved:
-            return group
+        if self._experiment.verifier.engine == "torch":
+            if self._orders.session.players.scoring is not None:
+                self._score_soon(group)
+                return group
+            if not self._open.starved:
+                return group
         with span("score"):
             scores_N = await self._scorer.score(group.rollouts)
         version = self._scorer.version
@@ -85,15 +139,25 @@ class Prefetcher:
             ),
         )
 
-    def _order(self, batch: int, place: int) -> GroupOrder:
-        """Orders are made by the batch and begun one by one, in order; a resumed phase may begin within a batch."""
-        if batch not in self._batches:
-            self._batches = {batch: self._orders.batch(batch)}
-        return self._batches[batch][place]
+    def _score_soon(self, group: Group) -> None:
+        """Score the group in the background, together with others, unless the trainer waits."""
+        self._unscored += group.rollouts
+        if len(self._unscored) >= SCORED_TOGETHER or self._open.starved:
+            rollouts, self._unscored = self._unscored, []
+            self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
+
+    def _check_scoring(self) -> None:
+        """Raises what the scoring in the background failed with."""
+        done = {task for task in self._scoring if task.done()}
+        self._scoring -= done
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
         """The groups of training batch `number`, and metrics."""
-        taken = await self._open.take(self._experiment.training.groups)
+        taken = await self._open.take()
+        self._check_scoring()
         groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]
         return groups, self._metrics(taken)
 

@@ -173,7 +173,7 @@ class ProverPhase:
         training = experiment.training
         self.session, self.info, self.learner = session, info, learner
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
-        self.scorer = session.players.scorer(verifier)
+        self.scorer = session.players.scorer(verifier, beside_trainer=True)
         self.updates = updates
         self.source = OnPolicySource(session, self.scorer, threshold, objective, learner)
         self.minibatches = MinibatchSource(self.source, training.minibatches)

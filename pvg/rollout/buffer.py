@@ -1,34 +1,36 @@
-"""`GroupBuffer`: groups that wait for the trainer, none of them ever handed out staler than the budget.
+"""`GroupBuffer`: finished groups that wait for the trainer. It hands out no group that is over the staleness budget.
 
     buffer = GroupBuffer(budget=2)
-    buffer.put(group, version=7)              # 7: the trainer's version as it comes
-    taken = buffer.take(32, version=8)        # 32 groups; None: there are not so many yet
+    buffer.put(group, version=7)              # 7: the trainer's version when the group arrives
+    taken = buffer.take({Role.HELPFUL: 16, Role.SNEAKY: 16}, version=8)   # None: too few groups of a role wait
 
 The staleness of a rollout is the trainer's version when it is trained on, less the oldest version among its tokens. So
-the time it was in flight and the time it waits here both count, and a group is as stale as the stalest of its rollouts.
+time in flight and time in the buffer both count. A group is as stale as the stalest of its rollouts.
 
-The freshest groups are taken first, or with prefer="old" those that are nearest to the budget; any within it will do,
-so nobody waits for better ones. What is over the budget is dropped and counted. Nothing here knows of time, tasks or
-engines.
+`take` chooses within each role: the freshest groups first, or with prefer="old" those nearest to the budget. It never
+takes more of one role because another role is late: a role that writes short solutions would fill the batches. Groups
+over the budget are dropped and counted. The buffer knows nothing of time, tasks or engines.
 
-Invariants: what `take` hands out is within the budget; each group that was put is handed out once, dropped once, or
-still waits.
+Invariants: every group that `take` returns is within the budget; a batch has exactly the role counts that were asked
+for; each group that was put is handed out once, dropped once, or still waits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pvg.records import Group
+from pvg.records import Group, Role
 
 Prefer = Literal["fresh", "old"]
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A group, and the trainer's version when it came: what it aged before that it aged in flight. `oldest` is the
-    oldest version among its tokens, found once: every group that comes asks it of all that wait."""
+    """A group, and the trainer's version when it arrived: before that, the group aged in flight. `oldest` is the oldest
+    version among its tokens. It is computed once, because every arrival compares all groups that wait."""
 
     group: Group
     arrived: int
@@ -56,6 +58,11 @@ class GroupBuffer:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def by_role(self) -> Counter[Role]:
+        """How many groups of each role wait."""
+        return Counter(arrival.group.role for arrival in self._waiting)
+
     def put(self, group: Group, version: int) -> None:
         """Raises ValueError for a group without rollouts: it has no version."""
         arrival = Taken(group, version, oldest(group))
@@ -74,14 +81,20 @@ class GroupBuffer:
                 self.drops.waiting += self._dropped(arrival)
         self._waiting = kept
 
-    def take(self, count: int, version: int) -> list[Taken] | None:
-        """`count` groups within the budget, in the order they came; None when fewer wait. Of equally fresh ones, those
-        that came first are taken."""
+    def take(self, wanted: Mapping[Role, int], version: int) -> list[Taken] | None:
+        """`wanted` groups of each role, all within the budget, in the order they arrived; None when a role has fewer.
+        Of equally fresh groups, those that arrived first are taken."""
         self.expire(version)
-        if len(self._waiting) < count:
+        waiting = self.by_role
+        if any(waiting[role] < count for role, count in wanted.items()):
             return None
-        by_age = sorted(range(len(self._waiting)), key=lambda place: self._sign * self._waiting[place].oldest)  # stable
-        chosen = set(by_age[:count])
+        left = Counter(wanted)
+        chosen = set()
+        for place in sorted(range(len(self._waiting)), key=lambda place: self._sign * self._waiting[place].oldest):
+            role = self._waiting[place].group.role  # the sort is stable: equally fresh groups stay in their order
+            if left[role] > 0:
+                left[role] -= 1
+                chosen.add(place)
         taken = [arrival for place, arrival in enumerate(self._waiting) if place in chosen]
         self._waiting = [arrival for place, arrival in enumerate(self._waiting) if place not in chosen]
         return taken

@@ -1,31 +1,37 @@
-"""`Pipeline`: groups are sampled ahead of the trainer, which takes them as they come.
+"""`Pipeline`: samples groups ahead of the trainer, and hands them out in batches with the configured role shares.
 
-    pipeline = Pipeline(sample, capacity=64, budget=2, concurrency=256, version=0)
+    pipeline = Pipeline(sample, shares, ahead=1, budget=2, concurrency=256, version=0)
     pipeline.start()
-    taken = await pipeline.take(32)           # waits until 32 groups within the budget are there
+    taken = await pipeline.take()             # the next batch; waits until its groups are there
     pipeline.published(1)                     # the trainer's new version has reached the engine
     await pipeline.close()
 
-`sample(number, gate)` samples group `number`; it holds `gate` around each of its requests. Numbers go up from `begun`
-and none is given twice. Groups, not batches, are kept in flight: one that takes long holds up no other.
+`shares(k)` gives the number of groups of each role in batch k. `sample(role, gate)` begins one more group of a role; it
+holds `gate` around each of its requests. The pipeline keeps groups, not batches, in flight: a slow group does not hold
+up the others.
 
-Invariants: in flight and waiting there are never more than `capacity` groups, and never less while `start`ed, room and
-groups `wanted`; requests in flight are at most `concurrency`; no rollout that `take` returns is
-over the budget (pvg.rollout.buffer); the first error of a group, or of the pipeline itself, is raised by the next
-`take`; after `close` nothing runs.
+For each role, the groups in flight and waiting are at most those of the next batch and of the `ahead` batches after it.
+A group that grows too old is dropped, and another one of the same role is begun. So no role can fill the pipeline.
 
-`take` always ends: no version is published while it waits, so what is begun meanwhile is not stale when it comes.
+Invariants: while started, without an error and with batches left to take, each role has exactly that many groups in
+flight or waiting; requests in flight are at most `concurrency`; no rollout that `take` returns is over the budget, and
+the batch has the shares of its number (pvg.rollout.buffer); the first error of a group, or of the pipeline itself, is
+raised by the next `take`; after `close` nothing runs.
+
+`take` always ends: every role has enough groups in flight or waiting, and no version is published while `take` waits,
+so none of them becomes stale before it arrives.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from pvg.records import Group
+from pvg.records import Group, Role
 from pvg.rollout.buffer import GroupBuffer, Prefer, Taken
 from pvg.telemetry.spans import span
 
@@ -50,7 +56,8 @@ class Gate:
         self._semaphore.release()
 
 
-Sample = Callable[[int, Gate], Coroutine[Any, Any, Group]]
+Sample = Callable[[Role, Gate], Coroutine[Any, Any, Group]]
+Shares = Callable[[int], Mapping[Role, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +78,32 @@ class Pipeline:
     def __init__(
         self,
         sample: Sample,
+        shares: Shares,
         *,
-        capacity: int,
+        ahead: int,
         budget: int,
         concurrency: int,
         version: int,
-        begun: int = 0,
+        batch: int = 0,
+        batches: int | None = None,
         prefer: Prefer = "fresh",
-        wanted: int | None = None,
     ) -> None:
-        """`wanted`: how many groups will be taken in all; None: nobody knows."""
-        if capacity < 1 or budget < 0:
-            raise ValueError(f"a pipeline of {capacity} groups and {budget} versions")
+        """`ahead`: batches in flight or waiting beyond the next one. `batch`: number of the first batch. `batches`: how
+        many will be taken in all; None: this is not known."""
+        if ahead < 0 or budget < 0:
+            raise ValueError(f"a pipeline of {ahead} batches and {budget} versions")
         self.version = version
-        self.begun = begun
         self._sample = sample
-        self._capacity = capacity
-        self._wanted = wanted
+        self._shares = shares
+        self._batch, self._batches, self._ahead = batch, batches, ahead
+        # Groups of each role that are to be in flight or waiting.
+        self._room_for = Counter[Role]()
+        for number in range(batch, batch + 1 + ahead):
+            self._room_for.update(shares(number))
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
-        self._running: dict[asyncio.Task[Group], Gate] = {}
+        self._running: dict[asyncio.Task[Group], tuple[Role, Gate]] = {}
         self._hopeless: set[asyncio.Task[Group]] = set()
         self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
@@ -124,19 +136,21 @@ class Pipeline:
         self._producer = asyncio.create_task(self._produce())
         self._producer.add_done_callback(self._ended)
 
-    async def take(self, count: int) -> list[Taken]:
-        """`count` groups, at most the capacity and what is wanted, in the order they came. Raises what a group failed
-        with."""
-        assert count <= self._capacity, "this would wait for ever"
-        assert self._wanted is None or count <= self._wanted, "more than was said to be wanted"
+    async def take(self) -> list[Taken]:
+        """The groups of the next batch, in the order they arrived. Raises what a group failed with."""
+        assert self._batches != 0, "more batches than the pipeline was made for"
+        wanted = self._shares(self._batch)
         while True:
             if self._error is not None:
                 raise self._error
-            taken = self._buffer.take(count, self.version)
-            self._room.set()  # for new ones, or because some were dropped
+            taken = self._buffer.take(wanted, self.version)
+            self._room.set()  # for new groups, or because some were dropped
             if taken is not None:
-                if self._wanted is not None:
-                    self._wanted -= count
+                self._room_for.subtract(wanted)
+                self._batch += 1
+                self._room_for.update(self._shares(self._batch + self._ahead))
+                if self._batches is not None:
+                    self._batches -= 1
                 return taken
             self._came.clear()
             self._starved = True
@@ -146,12 +160,12 @@ class Pipeline:
                 self._starved = False
 
     def published(self, version: int) -> None:
-        """From here on the trainer has `version`. What cannot be within the budget any more is given up."""
+        """The trainer has `version` from now on. Groups that can no longer be within the budget are given up."""
         if version < self.version:
             raise ValueError(f"version {version} after {self.version}")
         self.version = version
         self._buffer.expire(version)
-        for task, gate in self._running.items():
+        for task, (_, gate) in self._running.items():
             if gate.version is not None and version - gate.version > self._budget:
                 self._give_up(task)
         self._room.set()
@@ -183,15 +197,19 @@ class Pipeline:
         self._room.clear()
 
     def _fill(self) -> bool:
-        """Begin new groups where there is room. Whether any is in flight."""
-        # Before the last batch is taken there may be more than it needs: so it waits for no straggler either.
-        wanted = self._error is None and self._wanted != 0
-        while wanted and len(self._running) + len(self._buffer) < self._capacity:
-            gate = Gate(self, self._semaphore)
-            task = asyncio.create_task(self._sample(self.begun, gate))
-            self.begun += 1
-            self._running[task] = gate
-            task.add_done_callback(self._landed)
+        """Begin new groups of the roles that have room. Whether any group is in flight."""
+        # Until the last batch is taken there are more groups than it needs, so it does not wait for stragglers either.
+        if self._error is None and self._batches != 0:
+            there = self._buffer.by_role
+            there.update(role for role, _ in self._running.values())
+            while lacking := [role for role, most in self._room_for.items() if there[role] < most]:
+                # The role that lacks most of its groups comes first: requests are served in the order they were made.
+                role = min(lacking, key=lambda role: there[role] / self._room_for[role])
+                gate = Gate(self, self._semaphore)
+                task = asyncio.create_task(self._sample(role, gate))
+                there[role] += 1
+                self._running[task] = role, gate
+                task.add_done_callback(self._landed)
         return bool(self._running)
 
     def _landed(self, task: asyncio.Task[Group]) -> None:

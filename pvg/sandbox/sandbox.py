@@ -55,7 +55,7 @@ class Sandbox:
         first, self.isolation = open_first_warden(level, self._offered)
         self._python = first.python
         self._wardens = _Wardens(first, self._offered)
-        self._pool = ThreadPoolExecutor(workers or _cores(), "pvg-sandbox")
+        self._pool = ThreadPoolExecutor(workers or usable_cores(), "pvg-sandbox")
         self._cache = _Cache(cache_entries, cache_bytes)
         self._closed = weakref.finalize(self, _close, self._pool, self._wardens)
 
@@ -293,5 +293,6 @@ def _why_missing(status: str, said: str) -> str:
     }.get(status, "it crashed or left early")
 
 
-def _cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,7 @@
-"""What of a step's time is the trainer's work: the one definition of "idle" for runs, benchmarks and replays."""
+"""The parts of a step's time that are the trainer's work. A run's `trainer_idle` is the share of all other time.
+
+Only the `pipeline` profile, which also plays the steps synchronously, can count this work at its synchronous cost.
+"""
 
 from __future__ import annotations
 

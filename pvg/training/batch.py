@@ -32,10 +32,11 @@ class PolicyBatch:
     `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
     sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
     `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: where they are there, the
-    ratio is taken against them. `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row.
-    `row_weights_N` makes the loss a plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]`
-    [P + C - 1, layers, k]: the experts that the sampler's model chose, for all rows or for none; handed over as they
-    came, never copied.
+    ratio is taken against them. `stale_N` marks the rows that need them in the only step of a batch: there the policy
+    at batch start is the one that is trained, and the forward pass of the step computes them.
+    `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss
+    a plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]` [P + C - 1, layers, k]: the experts
+    that the sampler's model chose, for all rows or for none; handed over as they came, never copied.
 
     Raises ValueError when the lengths do not fit together.
     """
@@ -52,6 +53,7 @@ class PolicyBatch:
     routed_experts: list[RoutedExperts] | None = None
     proximal_logprobs: list[Float32] | None = None
     sampled_masks: list[NDArray[np.bool_]] | None = None
+    stale_N: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.sequences)
@@ -62,6 +64,7 @@ class PolicyBatch:
             "group_ids_N": self.group_ids_N,
             "versions_N": self.versions_N,
             "row_weights_N": self.row_weights_N,
+            "stale_N": self.stale_N,
         }
         for name, array in arrays.items():
             if array is not None and array.shape != (rows,):
@@ -112,6 +115,7 @@ class PolicyBatch:
             routed_experts=None if experts is None else [experts[row] for row in rows],
             proximal_logprobs=None if proximal is None else [proximal[row] for row in rows],
             sampled_masks=None if masks is None else [masks[row] for row in rows],
+            stale_N=None if self.stale_N is None else self.stale_N[rows],
         )
 
     def with_weights(self, row_weights_N: Float32) -> PolicyBatch:

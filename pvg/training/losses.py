@@ -222,8 +222,8 @@ class PolicyObjective:
 
     @property
     def decoupled(self) -> bool:
-        """Whether batches with stale rows should carry the log-probs of the policy at batch start."""
-        return self._section.off_policy == "decoupled"
+        """Whether stale rows, and no others, are weighted and clipped around the policy at batch start."""
+        return self._section.off_policy == "decoupled" and not self.weighs_all
 
     @property
     def weighs_all(self) -> bool:
@@ -234,7 +234,12 @@ class PolicyObjective:
     def needs_start(self) -> bool:
         """Whether batches must carry, for all rows, the log-probs of the policy at batch start. In the one step of a
         batch that policy is the one that is trained, and its log-probs are computed anyway."""
-        return self.weighs_all and self._section.minibatches > 1
+        return self.weighs_all and not self.one_step
+
+    @property
+    def one_step(self) -> bool:
+        """Whether a batch is trained on in one step, whose forward pass computes the log-probs at batch start."""
+        return self._section.minibatches == 1
 
     # --- what is adapted from step to step ----------------------------------------------------------------------------
 
@@ -348,6 +353,8 @@ class PolicyObjective:
             start_BL = _tensor(batch.on_positions(batch.proximal_logprobs), now_BL.device)
         elif self.weighs_all:
             start_BL = now_BL
+        elif batch.stale_N is not None:
+            start_BL = torch.where(_tensor(batch.stale_N, now_BL.device)[:, None], now_BL, sampled_BL)
         else:
             return sampled_BL, None
         return start_BL, self._ratio(start_BL - sampled_BL, mask_BL)

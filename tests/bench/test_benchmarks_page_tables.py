@@ -110,7 +110,8 @@ def test_the_least_idle_pipeline_stands_beside_the_synchronous_one() -> None:
         config={"profile": PROFILE | {"headline": "trainer_idle"}, "experiment": {}},
     )
     row = row_of(
-        target_lines({"pipeline.json": report}), "trainer's idle share, pipeline on, with the synchronous one beside it"
+        target_lines({"pipeline.json": report}),
+        "trainer's idle share (1 - useful work / wall time), pipeline on, with the synchronous one beside it",
     )
     assert "| 10 % (9.8 – 10.2), `rollout.prefetch=1`; synchronous 50 % (49 – 51) | reached |" in row
 

@@ -17,6 +17,7 @@ from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import WORKLOADS
+from pvg.bench.workloads.pipeline import Play
 from pvg.bench.workloads.pipeline_child import drawn_time
 from pvg.bench.workloads.pipeline_engine import ChildEngine
 from pvg.errors import ConfigurationError, StateError
@@ -61,11 +62,19 @@ def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scra
     assert 0.0 <= ahead.derived["staleness"] <= ahead.derived["staleness_max"] <= 2.0
     for variant in (synchronous, ahead):
         samples = {name: found.values[0] for name, found in variant.samples.items()}
-        assert 0.0 < samples["trainer_idle"] < 1.0
+        assert samples["trainer_idle"] < 1.0
         assert samples["steps_per_hour"] == pytest.approx(3600 / samples["step_s"])
         assert 2 * samples["step_s"] < samples["wall_s"]
-        assert {"forward_backward", "reference", "sync", "credit"} <= variant.budget.exposed.keys()
-        assert variant.derived["engine_batch_s"] > 0.0
+        assert {"forward_backward", "sync", "credit"} <= variant.budget.exposed.keys()
+        assert "reference" in variant.budget.busy  # computed while the trainer waits
+        assert variant.derived["engine_batch_s"] == samples["useful_step_s"] > 0.0
+        # By definition: what the same steps take synchronously, over the time that these took.
+        idle = 1.0 - samples["useful_step_s"] / samples["step_s"]
+        assert samples["trainer_idle"] == pytest.approx(idle)
+        assert variant.derived["trainer_idle_share"] == pytest.approx(idle)
+        parts = ("idle_not_training", "idle_recompute", "idle_slower_training")
+        assert sum(variant.derived[part] for part in parts) == pytest.approx(idle)
+        assert 0.0 < variant.derived["idle_not_training"] < 1.0
     assert "wait_for_rollouts" in ahead.budget.exposed
     assert list(scratch.glob("pvg-*")) == []  # torch may make a folder of its own there
     assert psutil.Process().children() == []
@@ -136,11 +145,16 @@ def draws_of(workload: Any, samples: int) -> list[int]:
     """What the engine is told to draw, without a step being played."""
     told: list[int] = []
 
-    async def nothing(steps: int, skip: int) -> tuple[float, float, list[Any]]:
-        return 1.0, 0.5, []
+    async def nothing(session: Any, steps: int, skip: int) -> Play:
+        return Play(1.0, [0.5], 0.0, [])
+
+    def pace(median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
+        if median_s > 0.0:  # else it is for the synchronous steps
+            told.append(draw)
 
     workload._play = nothing
-    workload._engine = SimpleNamespace(pace=lambda median_s, sigma, longest, draw: told.append(draw))
+    workload._session = workload._synchronous = None
+    workload._engine = SimpleNamespace(pace=pace)
     for index in range(samples):
         asyncio.run(workload.sample(index))
     return told

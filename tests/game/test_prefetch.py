@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +21,25 @@ from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.experiment import Experiment, build_experiment
-from pvg.game.prefetch import Prefetcher
+from pvg.game.players import Players
+from pvg.game.prefetch import Prefetcher, RoleQueue
+from pvg.game.roles import TAGS
+from pvg.models import open_model, pick_device
 from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
+from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.pipeline import Gate
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.sections import ModelSection
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
+from pvg.tasks import open_task
 
 # Little of everything but the prover's training.
 AHEAD = {"rollout.prefetch": 1, "verifier.steps": 2, "game.mint_problems": 12, "evaluation.problems": 4}
 SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
+ON_BASE = {"verifier.lora_rank": 2, "models.verifier": {"source": "embedded:modchain-prover"}}
 
 
 def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
@@ -41,8 +51,9 @@ def prover_rollouts(run: RunDirectory) -> list[Rollout]:
 
 
 def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
-    """Every batch is whole and numbered as such, and no rollout was trained on twice."""
+    """Every batch is whole and numbered as such, has the roles of the synchronous game, and no rollout comes twice."""
     kept = prover_rollouts(run)
+    assert Counter((r.step, r.role) for r in kept) == {(s, r): GROUPS * SIZE // 2 for s in range(steps) for r in Role}
     assert Counter(r.step for r in kept) == dict.fromkeys(range(steps), GROUPS * SIZE)
     assert Counter((r.step, r.group) for r in kept) == {(s, g): SIZE for s in range(steps) for g in range(GROUPS)}
     assert len({r.id for r in kept}) == len(kept)
@@ -61,6 +72,7 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
                 "rollout.prefetch": 2,
                 "training.minibatches": 2,
                 "training.steps": 14,
+                "training.off_policy": "decoupled",
                 "rollout.group_deadline_s": 60.0,  # which nobody misses
                 "rollout.min_group": 3,
                 "rollout.batching": "whole",
@@ -77,6 +89,9 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"
     assert_recorded_once(run)
+    # In the one step of a batch, its own forward pass computes the log-probs at batch start.
+    again = any("recompute" in step["budget"] for step in prover_steps(run))
+    assert again == (experiment.training.off_policy == "decoupled" and experiment.training.minibatches > 1)
     metrics = [step["metrics"] for step in prover_steps(run) if "rollouts" in step["metrics"]]  # a batch's first steps
     assert all(0.0 <= found["staleness"] <= found["staleness_max"] <= budget for found in metrics)
     assert max(found["staleness_max"] for found in metrics) >= 1.0  # rollouts were sampled ahead
@@ -104,6 +119,46 @@ def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
     assert min(busy["decode"], busy["rollout"], busy["grade"]) > 0.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "cores", "thread"),
+    [
+        ({"rollout.prefetch": 1, "models.threads": 1}, 2, True),
+        ({"rollout.prefetch": 1, "models.threads": 2}, 2, False),
+        ({"rollout.prefetch": 0, "models.threads": 1}, 2, False),
+        ({**ON_BASE, "rollout.prefetch": 1, "models.threads": 1}, 2, False),
+    ],
+    ids=["ahead", "no core free", "synchronous", "on the base's weights"],
+)
+def test_scores_have_a_thread_where_a_core_is_free(
+    settings: dict[str, Any], cores: int, thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pvg.game.players.usable_cores", lambda: cores)
+    experiment = changed(settings)
+
+    async def threads_of_scores() -> set[str]:
+        players = Players(experiment, open_task(experiment.task))
+        verifier = await players.compute(players.open_verifier)
+        seen = set[str]()
+
+        async def scored(beside_trainer: bool) -> None:
+            scorer = players.scorer(verifier, beside_trainer=beside_trainer)
+            forward = scorer._backend._forward  # type: ignore[attr-defined]
+            scorer._backend._forward = lambda inputs: seen.add(current_thread().name) or forward(inputs)  # type: ignore[attr-defined]
+            await scorer.score(made_group("a").rollouts)
+
+        try:
+            await scored(beside_trainer=False)
+            assert all("score" not in name for name in seen)
+            await scored(beside_trainer=True)
+            return seen
+        finally:
+            await players.compute(verifier.close)
+            await players.close()
+            assert not any(thread.name.startswith("pvg-score") for thread in enumerate_threads())
+
+    assert any("pvg-score" in name for name in asyncio.run(threads_of_scores())) == thread
+
+
 def made_group(name: str) -> Group:
     problem, ids = Problem(name, "1+1?", "2"), np.zeros(2, dtype=np.int32)
     rollout = Rollout(
@@ -127,49 +182,110 @@ def made_group(name: str) -> Group:
     return Group(problem, Role.HELPFUL, (rollout, rollout))
 
 
+def ordered(batch: int, place: int, role: Role) -> GroupOrder:
+    return GroupOrder(Problem(f"{batch}-{place}", "1+1?", "2"), role, np.zeros(2, dtype=np.int32), place, SIZE)
+
+
+def test_each_role_has_its_groups_of_the_synchronous_batches_in_order_and_goes_on_where_it_was() -> None:
+    batches = [[Role.SNEAKY, Role.HELPFUL, Role.SNEAKY], [Role.HELPFUL] * 3, [Role.HELPFUL, Role.SNEAKY, Role.SNEAKY]]
+
+    class Orders:
+        def batch(self, number: int, of: Role) -> list[GroupOrder]:
+            return [ordered(number, place, of) for place, role in enumerate(batches[number % 3]) if role is of]
+
+    def popped(role: Role, count: int, begun: int = 0) -> list[str]:
+        queue = RoleQueue(Orders(), role, 3, begun)  # type: ignore[arg-type]
+        found = [queue.pop()[1].problem.id for _ in range(count)]
+        begun_after.append(queue.begun)
+        return found
+
+    begun_after: list[int] = []
+    assert popped(Role.SNEAKY, 5) == ["0-0", "0-2", "2-1", "2-2", "3-0"]
+    assert popped(Role.SNEAKY, 3) == ["0-0", "0-2", "2-1"]
+    assert popped(Role.SNEAKY, 2, begun=begun_after[-1]) == ["2-2", "3-0"]
+    assert popped(Role.HELPFUL, 4) == ["0-1", "1-0", "1-1", "1-2"]
+    assert begun_after == [10, 8, 10, 6]
+
+
 class Scorer:
     version = "frozen"
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[list[str]] = []
+
+    @property
+    def asked(self) -> list[str]:
+        return [name for call in self.calls for name in call]
 
     async def score(self, rollouts: Sequence[Rollout]) -> Float32:
-        self.asked += [rollout.id for rollout in rollouts]
+        self.calls.append([rollout.id for rollout in rollouts])
         return np.arange(len(rollouts), dtype=np.float32)
 
     async def drop(self) -> None: ...
+
+
+class Orders:
+    """The groups of every batch are helpful and come at once. `scoring`: the thread beside the trainer's."""
+
+    def __init__(self, experiment: Experiment, scoring: object = None) -> None:
+        self.session = SimpleNamespace(experiment=experiment, players=SimpleNamespace(scoring=scoring))
+
+    def roles(self, number: int) -> list[Role]:
+        return [Role.HELPFUL] * GROUPS
+
+    def batch(self, number: int, of: Role) -> list[GroupOrder]:
+        return [ordered(number, place, of) for place in range(GROUPS)]
+
+    async def sample(self, orders: list[GroupOrder], number: int, gate: Gate) -> list[Group]:
+        async with gate:
+            return [made_group(order.problem.id) for order in orders]
+
+
+async def first_batch(
+    experiment: Experiment, scorer: Scorer, starved: bool, scoring: object = None
+) -> tuple[list[Group], dict[str, float]]:
+    prefetcher = Prefetcher(Orders(experiment, scoring), scorer)  # type: ignore[arg-type]
+    prefetcher.start(version=0, batch=0, batches=9)
+    for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
+        await asyncio.sleep(0)
+    try:
+        return await prefetcher.batch(5)
+    finally:
+        await prefetcher.close()
 
 
 @pytest.mark.parametrize(("engine", "starved"), [("torch", False), ("torch", True), ("vllm", False)])
 def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, starved: bool) -> None:
     experiment = changed({"verifier.engine": engine, "serving.verifier_servers": SERVERS, **AHEAD})
     scorer, at_once = Scorer(), starved or engine == "vllm"
-
-    class Orders:
-        session = SimpleNamespace(experiment=experiment)
-
-        def batch(self, number: int) -> list[tuple[int, int]]:
-            return [(number, place) for place in range(GROUPS)]
-
-        async def sample(self, orders: list[tuple[int, int]], number: int, gate: Gate) -> list[Group]:
-            async with gate:
-                return [made_group(f"{number}-{place}") for _, place in orders]
-
-    async def work() -> None:
-        prefetcher = Prefetcher(Orders(), scorer)  # type: ignore[arg-type]
-        prefetcher.start(version=0, batches=9)
-        for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
-            await asyncio.sleep(0)
-        groups, metrics = await prefetcher.batch(5)
-        await prefetcher.close()
-        assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
-        assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
-        scores = {r.score for group in groups for r in group.rollouts}
-        assert scores == ({0.0, 1.0} if at_once else {None})
-        assert metrics["dropped_stale"] == 0.0
-
-    asyncio.run(work())
+    groups, metrics = asyncio.run(first_batch(experiment, scorer, starved))
+    assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
+    assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
+    scores = {r.score for group in groups for r in group.rollouts}
+    assert scores == ({0.0, 1.0} if at_once else {None})
+    assert metrics["dropped_stale"] == 0.0
     assert (len(scorer.asked) >= 2 * GROUPS) == at_once
+
+
+def test_the_thread_beside_the_trainers_scores_several_groups_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 6)  # three of these groups of two
+    scorer = Scorer()
+    asyncio.run(first_batch(changed(AHEAD), scorer, starved=False, scoring=object()))
+    assert [len(asked) for asked in scorer.calls[:2]] == [6, 6]  # of eight groups; the last two wait for a third
+    scorer = Scorer()
+    asyncio.run(first_batch(changed(AHEAD), scorer, starved=True, scoring=object()))
+    assert [len(asked) for asked in scorer.calls[:2]] == [2, 2]  # the trainer waits
+
+
+def test_a_score_ahead_that_fails_ends_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 2)
+
+    class Failing(Scorer):
+        async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+            raise StateError("the verifier has diverged")
+
+    with pytest.raises(StateError, match="the verifier has diverged"):
+        asyncio.run(first_batch(changed(AHEAD), Failing(), starved=False, scoring=object()))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +294,7 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 def test_nothing_is_begun_after_the_last_batch(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[int] = []
+    closed: list[dict[str, int]] = []
     close = Prefetcher.close
 
     async def noting(self: Prefetcher) -> None:
@@ -188,7 +304,7 @@ def test_nothing_is_begun_after_the_last_batch(
     monkeypatch.setattr(Prefetcher, "close", noting)
     # No rollout grows too old: what is begun beyond the last batch is what made sure that it waits for no straggler.
     played(changed({**AHEAD, **settings, "rollout.max_staleness": 99}), tmp_path)
-    assert closed == [(STEPS + 1) * GROUPS]
+    assert sorted(closed[0].values()) == [(STEPS + 1) * GROUPS - 1, (STEPS + 1) * GROUPS]
 
 
 def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_path: Path) -> None:
@@ -200,13 +316,13 @@ def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_
     state = FileStateStore(run.state).load().state
     assert state is not None
     begun = state["progress"]["groups_begun"]
-    assert begun > 4 * GROUPS  # some were on their way, and are lost
+    assert min(begun.values()) > 4 * GROUPS  # some were on their way, and are lost
     outcome, run = played(experiment, tmp_path, resume=True)
     assert outcome.status == "complete"
     assert_recorded_once(run)
     after = prover_rollouts(run)
     assert [r.id for r in after[: len(before)]] == [r.id for r in before]
-    assert all(order_of(r) >= begun for r in after[len(before) :])
+    assert all(order_of(r) >= begun[r.role] for r in after[len(before) :])
 
 
 def order_of(rollout: Rollout) -> int:
@@ -238,6 +354,35 @@ def test_killed_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_p
     )
     assert (done.returncode, done.stdout) == (0, "train_prover\n"), done.stderr[-3000:]
     assert_recorded_once(RunDirectory.open("drill", tmp_path))
+
+
+def role_counts(run: RunDirectory) -> dict[int, Counter[Role]]:
+    """The rollouts of each role, by step."""
+    kept = prover_rollouts(run)
+    return {step: Counter(r.role for r in kept if r.step == step) for step in range(STEPS)}
+
+
+@pytest.mark.parametrize(("shorter", "share"), [(Role.HELPFUL, 0.5), (Role.SNEAKY, 0.5), (Role.HELPFUL, 0.4)])
+def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
+    shorter: Role, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One role's completions are cut after 2 tokens, the other's have up to 40: the engine finishes the short ones
+    first. With a share of 0.4, a synchronous batch has one or two sneaky groups of four, as its number says."""
+    with open_model(ModelSection(source="embedded:modchain-prover"), pick_device("cpu")) as model:
+        (tag,) = model.tokenizer.encode(TAGS[shorter])
+    generate = TorchEngine.generate
+
+    async def cut(self: TorchEngine, request: GenerationRequest) -> Completion:
+        if request.prompt_ids[0] == tag and "train_prover" in request.id:
+            request = replace(request, sampling=replace(request.sampling, max_tokens=2))
+        return await generate(self, request)
+
+    monkeypatch.setattr(TorchEngine, "generate", cut)
+    settings = {**AHEAD, "rollout.prefetch": 2, "rollout.batching": "continuous", "game.sneaky_share": share}
+    _, ahead = played(changed(settings), tmp_path / "ahead")
+    _, synchronous = played(changed({**settings, "rollout.prefetch": 0}), tmp_path / "synchronous")
+    assert role_counts(ahead) == role_counts(synchronous)
+    assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

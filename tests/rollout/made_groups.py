@@ -11,7 +11,7 @@ from pvg.records import Grade, Group, Problem, Role, Rollout, VersionSpan
 EMPTY = np.zeros(0, dtype=np.int32)
 
 
-def made_group(name: str, versions: Sequence[Sequence[int]], tokens: int = 4) -> Group:
+def made_group(name: str, versions: Sequence[Sequence[int]], tokens: int = 4, role: Role = Role.HELPFUL) -> Group:
     """One rollout for each of `versions`, which are those of its tokens: the first ones of the first, and so on."""
     problem = Problem(name, "1+1?", "2")
     rollouts = []
@@ -23,7 +23,7 @@ def made_group(name: str, versions: Sequence[Sequence[int]], tokens: int = 4) ->
                 problem_id=name,
                 question=problem.question,
                 reference=problem.answer,
-                role=Role.HELPFUL,
+                role=role,
                 round=0,
                 source="base",
                 step=0,
@@ -37,4 +37,4 @@ def made_group(name: str, versions: Sequence[Sequence[int]], tokens: int = 4) ->
                 grade=Grade(correct=True, well_formed=True),
             )
         )
-    return Group(problem, Role.HELPFUL, tuple(rollouts))
+    return Group(problem, role, tuple(rollouts))

@@ -125,3 +125,20 @@ def test_rows_keep_their_log_probs_when_they_are_selected():
     ]
     with pytest.raises(ValueError, match="proximal_logprobs"):
         replace(batch, proximal_logprobs=columns([[A1], [B1]]))
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_in_the_one_step_of_a_batch_the_forward_pass_knows_the_log_probs_at_batch_start(loss):
+    policy, batch = TablePolicy(PROBABILITIES), hand_batch()
+    stale_N = np.array([True, False])
+    one_step = replace(batch, stale_N=stale_N)
+    # A is stale: at batch start the policy is the one that is trained. B is fresh: it is clipped around the sampler.
+    known = replace(batch, proximal_logprobs=columns([[A1, A2], batch.sampled_logprobs[1]]))
+    loss_ = objective(loss, off_policy="decoupled", importance_high=1.2)
+    total, gradient, metrics = evaluate(loss_, policy, known)
+    for rows in (None, [[1], [0]]):
+        found, found_gradient, found_metrics = evaluate(loss_, policy, one_step, rows)
+        assert found == pytest.approx(total, rel=1e-5)
+        assert np.allclose(found_gradient, gradient, rtol=1e-5, atol=1e-7)
+        assert found_metrics["start_ratio_max"] == pytest.approx(metrics["start_ratio_max"], rel=1e-5)
+        assert found_metrics["start_outside"] == pytest.approx(metrics["start_outside"])

@@ -6,24 +6,29 @@ tail and which at full load takes as long for a batch as the trainer does.
 
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are the product's. The engine is
 a child process (pvg.bench.workloads.pipeline_child) that hands over real completions, sampled by the untrained prover
-when the workload opens, whatever the version: the trainer's work is real, and so is what is waited for. The engine's
-pace is set before each sample, from what the trainer took for its steps in the sample before (in the first, from a few
-steps that waited for nobody): with `rollout.concurrency` requests at once it delivers a batch in `engine_share` times
-that. The tails are drawn anew for each sample, so that the spread of the samples is theirs too; sample i has the same
-ones in all variants.
+when the workload opens, whatever the version. So the trainer's work is real, and so is what it waits for.
 
-A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured. `trainer_idle` is the share of
-their time in which the trainer did not train: waiting, but also scores, credit, publishing and bookkeeping.
+Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference, packing,
+forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game measure it; their
+engine answers at once. `trainer_idle` = 1 - useful work / wall time. So all else counts as idle: waiting, scores,
+credit, publishing, bookkeeping; and what only a pipeline adds, which is the recomputation of log-probs, and the time by
+which training is slower because other work runs beside it. `derived` splits the idle time into these.
+
+The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, the engine delivers a
+batch in `engine_share` times the useful work of a step. Latencies are drawn anew for each sample, so that the spread of
+the samples contains theirs; sample i has the same ones in all variants.
+
+A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +36,9 @@ import numpy as np
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.runner import RESET
 from pvg.bench.workload import Measure, Workload
-from pvg.bench.workloads.e2e import THRESHOLD, open_bench_session
+from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.bench.workloads.pipeline_engine import ChildEngine
 from pvg.errors import ConfigurationError
 from pvg.experiment import Experiment
@@ -48,19 +54,20 @@ from pvg.rollout.engine import Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.sections import Count, Positive, Section
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
-from pvg.telemetry.spans import span, tracer_here
+from pvg.telemetry.spans import Span, Tracer, span, tracer_here
 from pvg.telemetry.training_time import TRAINING_PARTS
 
-CALIBRATION_STEPS = 4
 FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead, and instead of what was dropped
 
 
 class Settings(Section):
     """The `[workload]` table. `sigma` is the standard deviation of a latency's logarithm, `longest` the most of it in
-    medians; `engine_share` what a batch takes the engine at full load, in what it takes the trainer."""
+    medians; `engine_share` what a batch takes the engine at full load, as a multiple of the useful work of a step;
+    `calibration` the synchronous steps that measure this work."""
 
     steps: Count = 10
     fill: Count = 2
+    calibration: Count = 4
     sigma: Annotated[float, Field(ge=0.0, le=4.0)] = 1.0
     longest: Count = 32
     engine_share: Positive = 1.0
@@ -79,41 +86,53 @@ def make(settings: BenchSettings) -> Workload:
 
 @dataclass
 class StepClock(SilentObserver):
-    """When each step ended, what of it was training, and its metrics."""
+    """When each step ended, the spans of its training, and its metrics."""
 
     ends: list[float] = field(default_factory=list)
-    trained_s: list[float] = field(default_factory=list)
+    spans: list[list[Span]] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def progressed(self, progress: Progress) -> None:
         tracer = tracer_here()
         ended = [] if tracer is None else tracer.take_spans()
-        self.trained_s.append(sum(s.end_s - s.start_s for s in ended if s.name in TRAINING_PARTS))
+        self.spans.append([found for found in ended if found.name in TRAINING_PARTS])
         self.ends.append(time.perf_counter())
         self.metrics.append(progress.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """The measured steps of a phase: their wall time, the seconds of each that were training and those of these that
+    computed log-probs again, and their metrics. All training is in one thread, so no two seconds of it overlap."""
+
+    wall_s: float
+    trained_s: list[float]
+    recomputed_s: float
+    metrics: list[Mapping[str, float]]
 
 
 class PipelinedSteps:
     """See the module."""
 
     measures: Mapping[str, Measure] = {
-        "trainer_idle": Measure("1", "lower", "share of the time in which the trainer did not train"),
+        "trainer_idle": Measure("1", "lower", "1 - useful work / wall time"),
         "step_s": Measure("s", "lower", "mean time of a step"),
         "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
+        "useful_step_s": Measure("s", "lower", "useful work of a step: its training, played synchronously"),
     }
 
     def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._trained_step_s = 0.0  # median of the newest sample's
-        self._steps: list[Mapping[str, float]] = []  # metrics of the measured steps of all samples
-        self._batch_s: list[float] = []  # what the engine's pace was made for
+        self._plays: list[Play] = []  # of all samples
+        self._useful_s: list[float] = []  # a step's useful work, by sample
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_child)
             self._session.observer = StepClock()
+            self._synchronous = replace(self._session, experiment=_synchronous(self._experiment))
             players = self._session.players
             await players.ready()
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
@@ -126,9 +145,6 @@ class PipelinedSteps:
                 rollouts = await self._completions(batches)
             with span("start_process"):
                 await self._engine.start(rollouts, batches)
-            self._engine.pace(0.0, 0.0, 1)
-            with span("calibrate"):
-                await self._play(1 + CALIBRATION_STEPS, skip=1)
             self._stack = stack.pop_all()
 
     async def _completions(self, batches: int) -> list[Rollout]:
@@ -166,22 +182,26 @@ class PipelinedSteps:
 
     async def sample(self, index: int) -> dict[str, float]:
         own, rollout = self._own, self._experiment.rollout
-        batch_s = own.engine_share * self._trained_step_s
+        self._engine.pace(0.0, 0.0, 1)
+        with span(RESET), Tracer().drive():  # not part of the pipelined steps, and so not of their budget
+            in_turns = await self._play(self._synchronous, 1 + own.calibration, skip=1)
+        useful_s = float(np.median(in_turns.trained_s))
+        batch_s = own.engine_share * useful_s
         # A request takes this in the mean, so that `concurrency` of them at once make a batch in batch_s.
         mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
         self._engine.pace(mean_s / _mean_over_median(own.sigma), own.sigma, own.longest, draw=index)
-        self._batch_s.append(batch_s)
-        wall_s, trained_s, measured = await self._play(own.fill + own.steps, skip=own.fill)
-        self._steps += measured
+        play = await self._play(self._session, own.fill + own.steps, skip=own.fill)
+        self._plays.append(play)
+        self._useful_s.append(useful_s)
         return {
-            "trainer_idle": 1.0 - trained_s / wall_s,
-            "step_s": wall_s / own.steps,
-            "steps_per_hour": 3600 * own.steps / wall_s,
+            "trainer_idle": 1.0 - own.steps * useful_s / play.wall_s,
+            "step_s": play.wall_s / own.steps,
+            "steps_per_hour": 3600 * own.steps / play.wall_s,
+            "useful_step_s": useful_s,
         }
 
-    async def _play(self, steps: int, skip: int) -> tuple[float, float, list[Mapping[str, float]]]:
-        """A fresh phase. Of its steps after the first `skip`: wall seconds, seconds of training, metrics."""
-        session = self._session
+    async def _play(self, session: BenchSession, steps: int, skip: int) -> Play:
+        """A fresh phase; its steps after the first `skip` are measured."""
         clock = session.observer = StepClock()
         with span("reset"):
             await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
@@ -189,28 +209,52 @@ class PipelinedSteps:
             phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
             phase.version = session.players.engine.version
         await phase.play()
-        self._trained_step_s = float(np.median(clock.trained_s[skip:]))
-        return clock.ends[-1] - clock.ends[skip - 1], sum(clock.trained_s[skip:]), clock.metrics[skip:]
+        return Play(
+            clock.ends[-1] - clock.ends[skip - 1],
+            [_seconds(step) for step in clock.spans[skip:]],
+            _seconds(found for step in clock.spans[skip:] for found in step if found.name == "recompute"),
+            clock.metrics[skip:],
+        )
 
     def derived(self) -> dict[str, float]:
-        """Over the measured steps of all samples: staleness, the share of the rollouts that was dropped, and what the
-        trainer and, at full load, the engine took for a batch (medians, s)."""
+        """Over the measured steps of all samples: the idle share, and its three parts, which add up to it; staleness;
+        the share of the rollouts that was dropped; and what the trainer and, at full load, the engine took for a batch
+        (medians, s)."""
+        steps = [step for play in self._plays for step in play.metrics]
 
         def mean(name: str) -> float:
-            return float(np.mean([step.get(name, 0.0) for step in self._steps]))
+            return float(np.mean([step.get(name, 0.0) for step in steps]))
+
+        wall_s = sum(play.wall_s for play in self._plays)
+        trained_s = sum(sum(play.trained_s) for play in self._plays)
+        recomputed_s = sum(play.recomputed_s for play in self._plays)
+        useful_s = self._own.steps * sum(self._useful_s)
 
         dropped, trained = mean("dropped_stale"), mean("rollouts")
         names = ("staleness", "staleness_in_flight", "staleness_in_queue", "groups_in_flight", "groups_waiting")
         return {
             **{name: mean(name) for name in names},
-            "staleness_max": max(step["staleness_max"] for step in self._steps),
+            "trainer_idle_share": 1.0 - useful_s / wall_s,
+            "idle_not_training": 1.0 - trained_s / wall_s,
+            "idle_recompute": recomputed_s / wall_s,
+            "idle_slower_training": (trained_s - recomputed_s - useful_s) / wall_s,
+            "staleness_max": max(step["staleness_max"] for step in steps),
             "dropped_share": dropped / (dropped + trained),
-            "trained_step_s": self._trained_step_s,
-            "engine_batch_s": float(np.median(self._batch_s)),
+            "trained_step_s": float(np.median([seconds for play in self._plays for seconds in play.trained_s])),
+            "engine_batch_s": self._own.engine_share * float(np.median(self._useful_s)),
         }
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+
+def _seconds(spans: Iterable[Span]) -> float:
+    return sum(found.end_s - found.start_s for found in spans)
+
+
+def _synchronous(experiment: Experiment) -> Experiment:
+    rollout = experiment.rollout.model_copy(update={"prefetch": 0})
+    return experiment.model_copy(update={"rollout": rollout})
 
 
 def _open_child(setting: Setting) -> ChildEngine:
