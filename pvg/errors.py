@@ -10,6 +10,11 @@ EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
 
 
+def install_extra(extra: str) -> str:
+    """The command that installs an extra of pvg. It needs a checkout: `pvg` of the package index is another project."""
+    return f"pip install -e '.[{extra}]' (in a checkout of pvg)"
+
+
 class PvgError(Exception):
     """Base of the errors the command line prints without a traceback.
 
