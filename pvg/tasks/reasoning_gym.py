@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.records import Grade, Problem, Split
 from pvg.sections import ReasoningGymTask
 from pvg.tasks.answer_screen import UNSAFE_GRADERS, refusal
@@ -157,7 +157,7 @@ def _configuration(section: ReasoningGymTask) -> list[str]:
     except ModuleNotFoundError as error:
         raise MissingRequirementError(
             f"task.kind = 'reasoning_gym' needs the package reasoning-gym (there is no module {error.name!r}).",
-            "Install it: pip install 'pvg[reasoning-gym]'",
+            install_extra("reasoning-gym"),
         ) from None
     if section.dataset not in DATASETS:
         alike = difflib.get_close_matches(section.dataset, DATASETS, n=3, cutoff=0.4)

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from pvg.errors import MissingRequirementError, UsageError
+from pvg.errors import MissingRequirementError, UsageError, install_extra
 
 CAPACITY = 1000  # points that may wait: minutes of a run whose sink hangs, and less than a megabyte
 CLOSE_LIMIT_S = 15.0  # a sink behind a dead network must not keep a finished run from ending
@@ -285,7 +285,7 @@ def open_sinks(names: Sequence[str], opening: Opening) -> dict[str, MetricSink]:
 
 def _missing(package: str, error: ImportError) -> MissingRequirementError:
     return MissingRequirementError(
-        f"telemetry.sinks names {package}, which cannot be imported ({error}).", f"pip install 'pvg[{package}]'"
+        f"telemetry.sinks names {package}, which cannot be imported ({error}).", install_extra(package)
     )
 
 

@@ -89,7 +89,7 @@ def test_a_folder_with_everything_in_it(tmp_path: Path, capfd: pytest.CaptureFix
 
 def test_without_py_spy_the_rest_is_made_and_what_is_missing_is_said(tmp_path: Path, without_py_spy: None) -> None:
     made, _ = profiled(tmp_path / "out")
-    assert made.missing == {"py-spy": "py-spy is not installed. pip install 'pvg[profile]'"}
+    assert made.missing == {"py-spy": "py-spy is not installed. pip install -e '.[profile]' (in a checkout of pvg)"}
     assert made.frames_from == "torch"
     assert "aten::mm" in [frame.function for frame in made.frames]
     assert sum(frame.share for frame in made.frames) <= 1.0 + 1e-9

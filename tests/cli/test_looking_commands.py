@@ -93,7 +93,7 @@ def test_doctor_as_a_process_is_healthy_here() -> None:
 def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.doctor, "EXTRAS", {"moon": ("no_such_module_anywhere",)})
     (finding,) = check_extras(Path("runs"))
-    assert (finding.verdict, finding.remedy) == ("notice", "pip install 'pvg[moon]'")
+    assert (finding.verdict, finding.remedy) == ("notice", "pip install -e '.[moon]' (in a checkout of pvg)")
 
 
 def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,4 +107,4 @@ def test_a_demanded_py_spy_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path))
     called = pvg("profile", "--stage", "rollout", "--py-spy", "--json")
     assert called.code == 3
-    assert called.document["error"]["remedy"] == "pip install 'pvg[profile]'"
+    assert called.document["error"]["remedy"] == "pip install -e '.[profile]' (in a checkout of pvg)"

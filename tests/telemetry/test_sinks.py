@@ -136,7 +136,7 @@ def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Path, mo
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(MissingRequirementError) as raised:
         open_sinks([name], opening(tmp_path))
-    assert raised.value.remedy == f"pip install 'pvg[{name}]'"
+    assert raised.value.remedy == f"pip install -e '.[{name}]' (in a checkout of pvg)"
     assert f"telemetry.sinks names {name}" in raised.value.message
 
 

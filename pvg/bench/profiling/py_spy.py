@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
-from pvg.errors import MissingRequirementError
+from pvg.errors import MissingRequirementError, install_extra
 
 Format = Literal["flamegraph", "speedscope"]
 
@@ -43,7 +43,7 @@ def find_py_spy() -> Path:
     beside = str(Path(sys.executable).parent)
     found = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if found is None:
-        raise PySpyError("py-spy is not installed.", "pip install 'pvg[profile]'")
+        raise PySpyError("py-spy is not installed.", install_extra("profile"))
     return Path(found)
 
 

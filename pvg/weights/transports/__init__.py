@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from pvg.errors import MissingRequirementError
+from pvg.errors import MissingRequirementError, install_extra
 from pvg.sections import Weights
 from pvg.serving.labels import Session
 from pvg.weights.transports.transport import Transport
@@ -69,7 +69,7 @@ def _open_transfer(
     from pvg.weights.transports.transfer import TransferTransport
 
     lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
-    install = ', or install the extra: pip install "pvg[vllm]"' if lacking == "vLLM" else ""
+    install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
     if lacking:
         raise MissingRequirementError(
             f'weights.transport = "{section.transport}" needs {lacking} where the trainer runs.',
