@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.event_loop import runner
 from pvg.telemetry.observer import Progress, SilentObserver
+from pvg.verifier.scorer import VerifierScorer
 
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
 
@@ -28,6 +30,7 @@ class Scraping(SilentObserver):
 
     def __init__(self, port: int) -> None:
         self.port, self.page, self.steps = port, "", 0
+        self.cached_in: set[str] = set()  # threads that put the score cache into a commit
 
     def progressed(self, progress: Progress) -> None:
         self.steps += 1
@@ -49,11 +52,23 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     async def main() -> None:
         await play(experiment, run, observer=observer, stop=asyncio.Event(), resume=False)
 
+    cache_state = VerifierScorer.cache_state
+
+    def noted(scorer: VerifierScorer) -> Any:
+        observer.cached_in.add(threading.current_thread().name)
+        return cache_state(scorer)
+
     loop, notice = runner(experiment.telemetry.event_loop)
     assert notice is None
-    with loop, run.lock():
+    with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(VerifierScorer, "cache_state", noted)
         loop.run(main())
     return run, observer
+
+
+def test_the_score_cache_is_copied_for_a_commit_beside_the_loop(measured: tuple[RunDirectory, Scraping]) -> None:
+    """100,000 scores take 50 ms."""
+    assert measured[1].cached_in == {"pvg-batch_0"}
 
 
 class StopSoon(SilentObserver):
