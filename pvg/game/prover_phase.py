@@ -252,7 +252,8 @@ class ProverPhase:
             # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:
             # a score computed beside other solutions differs in its last bits, and those would reach the weights.
             # Sampled ahead, nothing is repeated bit by bit, and there may be no moment without a score on its way.
-            cache = {} if self.source.prefetcher is not None else self.scorer.cache_state()
+            ahead = self.source.prefetcher is not None
+            cache = {} if ahead else await session.players.off_loop(self.scorer.cache_state)
             progress = self._progress()
             if self.updates is not None:
                 tensors, progress["updates"] = await self.updates.state()

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import socket
+import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
@@ -33,6 +34,7 @@ from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.event_loop import runner
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.verifier.scorer import VerifierScorer
 
 SLOW_S = 0.05
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
@@ -46,6 +48,7 @@ class Scraping(SilentObserver):
         self.port, self.page, self.steps = port, "", 0
         self.served: set[str] = set()
         self.alerts: list[tuple[str, str]] = []
+        self.cached_in: set[str] = set()  # threads that put the score cache into a commit
 
     def alerted(self, name: str, message: str) -> None:
         self.alerts.append((name, message))
@@ -74,9 +77,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     async def main() -> None:
         await play(experiment, run, observer=observer, stop=asyncio.Event(), resume=False)
 
+    cache_state = VerifierScorer.cache_state
+
+    def noted(scorer: VerifierScorer) -> Any:
+        observer.cached_in.add(threading.current_thread().name)
+        return cache_state(scorer)
+
     loop, notice = runner(experiment.telemetry.event_loop)
     assert notice is None
-    with loop, run.lock():
+    with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(VerifierScorer, "cache_state", noted)
         loop.run(main())
     return run, observer
 
@@ -147,6 +157,11 @@ def test_a_batch_counts_once_however_many_steps_learn_from_it(minibatches: int, 
     assert 'pvg_rollouts{phase="train_prover"} 16.0' in observer.page
     assert 'pvg_budget_seconds{part="forward_backward",phase="train_prover"}' in observer.page
     assert ('pvg_budget_seconds{part="decode",phase="train_prover"}' in observer.page) == (minibatches == 1)
+
+
+def test_the_score_cache_is_copied_for_a_commit_beside_the_loop(measured: tuple[RunDirectory, Scraping]) -> None:
+    """100,000 scores take 50 ms."""
+    assert measured[1].cached_in == {"pvg-batch_0"}
 
 
 class StopSoon(SilentObserver):
