@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,6 +194,19 @@ class Rollout:
     @property
     def sampled_tokens(self) -> int:
         return int(self.sampled_mask.sum()) if self.turns else len(self.completion_ids)
+
+
+class Scorable(Protocol):
+    """What a verifier scores: a Rollout, or a row of a shard (pvg.store.solutions). `id` names it in messages."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def question(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def completion_ids(self) -> Int32: ...
 
 
 @dataclass(frozen=True, slots=True)

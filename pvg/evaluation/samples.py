@@ -22,6 +22,7 @@ from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
 from pvg.rollout.episodes import Environment
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
+from pvg.store.sample_columns import SampleColumns
 from pvg.store.shards import ShardInfo
 from pvg.telemetry.observer import PhaseInfo, Progress
 
@@ -88,7 +89,7 @@ def is_complete(study: Study, wanted: SampleSet) -> bool:
 
 
 def _told(rollouts: list[Rollout]) -> dict[str, float]:
-    metrics = sample_metrics(rollouts, 1.0)
+    metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
     del metrics["tokens_per_s"]
     return metrics
 

@@ -36,6 +36,7 @@ from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, wri
 from pvg.store.journal import JsonLines, Mark, read_json_lines
 from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
+from pvg.store.sample_columns import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.telemetry.device import larger, peak_memory
@@ -233,6 +234,17 @@ class Ledger:
     async def read_rollouts(self, round_: int, phase: str) -> list[Rollout]:
         shards = self.shards(round_, phase)
         return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
+
+    async def read_rollouts_where(self, round_: int, phase: str, id_prefixes: Sequence[str]) -> list[Rollout]:
+        """Those whose ids begin with one of the prefixes."""
+        shards = self.shards(round_, phase)
+        return await run_in(
+            self._disk, lambda: [r for info in shards for r in self._shards.read_where(info, id_prefixes)]
+        )
+
+    async def sample_columns(self, round_: int, phase: str) -> SampleColumns:
+        """Roles, grades and lengths of a phase's rollouts, which may be too many to be read as such."""
+        return await run_in(self._disk, self._shards.sample_columns, self.shards(round_, phase))
 
     @property
     def rollout_shards(self) -> RolloutShards:

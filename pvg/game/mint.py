@@ -19,6 +19,7 @@ from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Rollout
+from pvg.store.sample_columns import SampleColumns
 from pvg.telemetry.spans import span
 
 
@@ -72,11 +73,11 @@ async def mint(session: Session) -> None:
         with span("record"):
             session.ledger.keep(rollouts)
             rollouts_done += len(rollouts)
-            metrics = sample_metrics(rollouts, time.perf_counter() - chunk_started)
+            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - chunk_started)
         session.report_step(info, rollouts_done, metrics)
         await session.commit(step=chunk.number + 1, version=version)
     with span("record"):
-        minted = await session.ledger.read_rollouts(state.round, Phase.MINT.value)
+        minted = await session.ledger.sample_columns(state.round, Phase.MINT.value)
         seconds = time.perf_counter() - started
         metrics = sample_metrics(minted, seconds)
     if state.step:  # an earlier process sampled a part of it, in seconds that this one does not know

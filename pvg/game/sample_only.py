@@ -15,8 +15,9 @@ from pvg.game.seeds import seed_for
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
-from pvg.records import BASE_SOURCE, Problem, Role, Rollout, Split
+from pvg.records import BASE_SOURCE, Problem, Role, Split
 from pvg.store.run_directory import RunDirectory
+from pvg.store.sample_columns import SampleColumns
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import span
 
@@ -64,7 +65,7 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
     size = session.experiment.rollout.group_size
     per_chunk = max(1, session.experiment.rollout.max_rows // (size * len(roles)))
     info = session.begin("rollouts", len(pool) * len(roles) * size)
-    everything: list[Rollout] = []
+    everything = SampleColumns.of([])
     started = time.perf_counter()
     session.first_step()
     for number, first in enumerate(range(0, len(pool), per_chunk)):
@@ -86,7 +87,7 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
         session.tell_rollouts(groups, number)
         with span("record"):
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            everything += rollouts
+            everything = SampleColumns.joined([everything, SampleColumns.of(rollouts)])
             session.ledger.keep(rollouts)
             metrics = sample_metrics(everything, time.perf_counter() - started)
         session.report_step(info, len(everything), metrics)

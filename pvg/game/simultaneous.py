@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pvg.errors import StateError
 from pvg.game.challenge import environment_of
 from pvg.game.mixtures import source_weights, sources_for_round
@@ -28,7 +30,7 @@ from pvg.game.orders import mint_orders
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.game.verifier_phase import calibration, calibration_set, pair_stream
+from pvg.game.verifier_phase import calibration, calibration_view, pair_stream, scores_of_rows
 from pvg.models.heads import VerifierModel
 from pvg.records import Rollout, source_of_round
 from pvg.store.pairs import PairView, is_held_out
@@ -59,13 +61,14 @@ async def open_updates(session: Session, verifier: Judge, threshold: float) -> V
         return None
     assert isinstance(verifier, VerifierModel), "protocol_checks refuses ensembles"
     round_ = session.state.round
-    minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
-    calibrating, _ = calibration_set(minted, session.experiment.verifier.held_out)
-    played = await session.ledger.read_rollouts(round_, Phase.TRAIN_PROVER.value)
+    calibrating, _ = await session.players.compute(lambda: calibration_view(session))
+    done = session.state.progress.get("updates", {}).get("done", 0)
+    window = range(max(0, done - session.experiment.game.fresh_window + 1), done)
+    prefixes = [f"{_prefix(round_)}{number:05d}" for number in window]
+    phase = Phase.TRAIN_PROVER.value
     fresh: dict[int, list[Rollout]] = {}
-    for rollout in played:
-        if rollout.id.startswith(_prefix(round_)):
-            fresh.setdefault(rollout.step, []).append(rollout)
+    for rollout in await session.ledger.read_rollouts_where(round_, phase, prefixes) if prefixes else ():
+        fresh.setdefault(rollout.step, []).append(rollout)
     return VerifierUpdates(session, verifier, threshold, calibrating, fresh)
 
 
@@ -83,7 +86,7 @@ class VerifierUpdates:
     """Trains `verifier`, which it borrows; `threshold` is that of the verifier as it is.
 
     `calibrating`: minted solutions that no update trains on, but where the mint is too small for that; `fresh`: by
-    number, those of earlier updates.
+    number, those of earlier updates that are in the window.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class VerifierUpdates:
         session: Session,
         verifier: VerifierModel,
         threshold: float,
-        calibrating: list[Rollout],
+        calibrating: PairView,
         fresh: dict[int, list[Rollout]],
     ) -> None:
         self._session = session
@@ -208,10 +211,12 @@ class VerifierUpdates:
         """On held-out problems: the mint's solutions, and those of the window."""
         section = self._session.experiment.verifier
         window = [r for number in sorted(self._fresh) for r in self._fresh[number]]
-        rollouts = [*self._calibrating, *(r for r in window if is_held_out(r.problem_id, section.held_out))]
+        held_out = [r for r in window if is_held_out(r.problem_id, section.held_out)]
         with span("score"):
-            scores_N = await scorer.score(rollouts)
-        found = calibration(rollouts, scores_N, section.acceptance)
+            minted_N = await scores_of_rows(self._session.players, self._calibrating, scorer.score)
+            scores_N = np.concatenate([minted_N, await scorer.score(held_out)])
+        fresh_N = np.array([r.grade.correct for r in held_out], dtype=bool)
+        found = calibration(np.concatenate([self._calibrating.correct_R, fresh_N]), scores_N, section.acceptance)
         self.threshold = found["threshold"]
         return found
 

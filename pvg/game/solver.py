@@ -28,6 +28,7 @@ from pvg.inputs import expanded
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, SolverSolution
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.sample_columns import SampleColumns
 from pvg.store.state import FileStateStore
 from pvg.telemetry.spans import span
 
@@ -60,12 +61,12 @@ async def solve(session: Session) -> None:
             rollouts = await _sample(session, chunks[number], number)
         with span("record"):
             session.ledger.keep(rollouts)
-            metrics = sample_metrics(rollouts, time.perf_counter() - chunk_started)
+            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - chunk_started)
         session.report_step(info, min((number + 1) * size, len(problems)), metrics)
         await session.commit(step=number + 1, version=version)
     with span("record"):
         session.asked.solutions = await read_solutions(session)
-        solved = await session.ledger.read_rollouts(0, Phase.SOLVE.value)
+        solved = await session.ledger.sample_columns(0, Phase.SOLVE.value)
     seconds = time.perf_counter() - started
     metrics = sample_metrics(solved, seconds)
     if done:  # an earlier process sampled a part of it, in seconds that this one does not know

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.records import Checks, Float32, Group, Role, Rollout
+from pvg.records import Float32, Group, Rollout
+from pvg.store.sample_columns import SampleColumns
 from pvg.verifier.measures import auc
 
 if TYPE_CHECKING:
@@ -24,13 +25,13 @@ class Columns:
 
     def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
         self.scores_N = scores_N
-        self.helpful_N: Bools = np.array([r.role is Role.HELPFUL for r in rollouts], dtype=bool)
-        self.correct_N: Bools = np.array([r.grade.correct for r in rollouts], dtype=bool)
-        self.well_formed_N: Bools = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
-        self.proven_N: Bools = np.array([r.proven for r in rollouts], dtype=bool)
-        self.checks = [r.grade.checks for r in rollouts]  # of tasks that execute, None of others
-        self.truncated_N: Bools = np.array([r.finish_reason == "length" for r in rollouts], dtype=bool)
-        self.dialogue = dialogue_metrics(rollouts)
+        sample = SampleColumns.of(rollouts)
+        self.helpful_N, self.correct_N, self.well_formed_N = sample.helpful_N, sample.correct_N, sample.well_formed_N
+        self.proven_N = sample.proven_N
+        self.flaws_N = sample.flaws_N  # sneaky, wrong, a solution at all, and proven where its task asks for it
+        self.checks_N3 = sample.checks_N3  # see SampleColumns
+        self.truncated_N = sample.truncated_N
+        self.dialogue = dialogue_metrics(sample.answers_N)
         # Of translations: whether the answer is the solver's, and whether that one is right. Else None, and one's own.
         translated = any(r.solver is not None for r in rollouts)
         self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
@@ -39,19 +40,15 @@ class Columns:
         )
 
     @property
-    def flaws_N(self) -> Bools:
-        """Sneaky, wrong, a solution at all, and proven where its task asks for it: what the sneaky role is for."""
-        return ~self.helpful_N & ~self.correct_N & self.well_formed_N & self.proven_N
-
-    @property
     def tests_N(self) -> Float32 | None:
         """float32 [N] in [0, 1]: what of its role's tests each passes (see pvg.game.rewards.Outcomes); None where
         solutions are not executed."""
-        if not self.checks or None in self.checks:
+        if not _executed(self.checks_N3):
             return None
-        helpful_N = np.array([check.passed for check in self.checks if check], dtype=np.float32)
-        sneaky_N = np.array([(check.visible + check.certified) / 2 for check in self.checks if check], dtype=np.float32)
-        return np.where(self.helpful_N, helpful_N, sneaky_N)
+        visible_N, passed_N, certified_N = self.checks_N3.T
+        sneaky_N = (visible_N + certified_N) / 2
+        tests_N: Float32 = np.where(self.helpful_N, passed_N, sneaky_N).astype(np.float32)
+        return tests_N
 
     @property
     def solutions_N(self) -> Bools:
@@ -95,20 +92,23 @@ def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
     metrics |= c.dialogue
     if c.kept_N is not None:
         metrics |= translation_metrics(c.helpful_N, c.kept_N, c.solver_correct_N, c.flaws_N)
-    return metrics | check_metrics(c.helpful_N, c.checks)
+    return metrics | check_metrics(c.helpful_N, c.checks_N3)
 
 
-def check_metrics(helpful_N: Bools, checks: Sequence[Checks | None]) -> dict[str, float]:
+def _executed(checks_N3: NDArray[np.float64]) -> bool:
+    """Whether all of at least one solution were executed."""
+    return len(checks_N3) > 0 and not np.isnan(checks_N3).any()
+
+
+def check_metrics(helpful_N: Bools, checks_N3: NDArray[np.float64]) -> dict[str, float]:
     """What executing them has shown, of a task that executes: shares in [0, 1], NaN for a role that was not sampled."""
-    if not checks or None in checks:
+    if not _executed(checks_N3):
         return {}
-    passed_N = np.array([check.passed for check in checks if check])
-    visible_N = np.array([check.visible == 1.0 for check in checks if check])
-    certified_N = np.array([check.certified for check in checks if check])
+    visible_N, passed_N, certified_N = checks_N3.T
     return {
         "tests_passed": float(passed_N[helpful_N].mean()) if helpful_N.any() else float("nan"),
-        "sneaky_visible_rate": share(visible_N, ~helpful_N),
-        "certified_rate": share(certified_N, ~helpful_N),
+        "sneaky_visible_rate": share(visible_N == 1.0, ~helpful_N),
+        "certified_rate": share(certified_N == 1.0, ~helpful_N),
     }
 
 
@@ -121,14 +121,13 @@ def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools
     }
 
 
-def dialogue_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of rollouts of several turns (the challenge protocol); nothing where there is none."""
-    asked = [rollout for rollout in rollouts if rollout.turns]
-    if not asked:
+def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
+    """Of rollouts of several turns (the challenge protocol); nothing where there is none. `answers_N`: the tokens of
+    the answers, the turns that the prover sampled after its solution; -1 for rollouts of one turn."""
+    asked_N = answers_N >= 0
+    if not asked_N.any():
         return {}
-    # The first turn is the solution; what was sampled after it are the answers.
-    answers = [int(rollout.sampled_mask[rollout.turns[1].start :].sum()) for rollout in asked]
-    return {"challenged": len(asked) / len(rollouts), "answer_tokens": float(np.mean(answers))}
+    return {"challenged": float(asked_N.mean()), "answer_tokens": float(answers_N[asked_N].mean())}
 
 
 def verifier_auc(columns: Columns) -> float:
@@ -136,23 +135,19 @@ def verifier_auc(columns: Columns) -> float:
     return auc(columns.scores_N[columns.correct_N], columns.scores_N[~columns.correct_N])
 
 
-def sample_metrics(rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
+def sample_metrics(sample: SampleColumns, seconds: float) -> dict[str, float]:
     """Both roles' accuracy before any verifier: shares in [0, 1], NaN for a role that was not sampled."""
-    helpful_N = np.array([r.role is Role.HELPFUL for r in rollouts], dtype=bool)
-    correct_N = np.array([r.grade.correct for r in rollouts], dtype=bool)
-    well_formed_N = np.array([r.grade.well_formed for r in rollouts], dtype=bool)
-    flaws_N = np.array([r.is_flaw for r in rollouts], dtype=bool)
     return {
-        "rollouts": float(len(rollouts)),
-        "correct": float(correct_N.mean()),
-        "helpful_accuracy": share(correct_N, helpful_N),
-        "sneaky_error_rate": share(flaws_N, ~helpful_N),
-        "malformed": float((~well_formed_N).mean()),
-        "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "completion_tokens": float(np.mean([r.sampled_tokens for r in rollouts])),
-        "tokens_per_s": sum(r.sampled_tokens for r in rollouts) / seconds,
-        **check_metrics(helpful_N, [r.grade.checks for r in rollouts]),
-        **dialogue_metrics(rollouts),
+        "rollouts": float(len(sample)),
+        "correct": float(sample.correct_N.mean()),
+        "helpful_accuracy": share(sample.correct_N, sample.helpful_N),
+        "sneaky_error_rate": share(sample.flaws_N, ~sample.helpful_N),
+        "malformed": float((~sample.well_formed_N).mean()),
+        "truncated": float(sample.truncated_N.mean()),
+        "completion_tokens": float(sample.tokens_N.mean()),
+        "tokens_per_s": int(sample.tokens_N.sum()) / seconds,
+        **check_metrics(sample.helpful_N, sample.checks_N3),
+        **dialogue_metrics(sample.answers_N),
     }
 
 

@@ -13,8 +13,9 @@ all of the data (arXiv 1612.01474). Member 0, without a bag, is the verifier tha
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,13 +24,14 @@ from numpy.typing import NDArray
 from pvg import sections
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.players import Players
 from pvg.game.round_verifier import member_weights_name, read_members, verifier_weights_name
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.ensembles import Scales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
-from pvg.records import Float32, Rollout
+from pvg.records import Float32, Scorable
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.observer import PhaseInfo
@@ -41,6 +43,9 @@ from pvg.verifier.calibration import common_scales, disagreement, member_scores
 from pvg.verifier.data import PairSource
 from pvg.verifier.measures import acceptance_threshold, auc
 from pvg.verifier.robust import objective_for
+
+# Held-out solutions that are read and scored together: enough for full batches, on servers too, and a few megabytes.
+SCORED_AT_ONCE = 4096
 
 
 async def train_verifier(session: Session) -> None:
@@ -237,62 +242,78 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
     scales of its members, which it gets here."""
     section, players = session.experiment.verifier, session.players
     held_out = await _held_out(session)
-    found: dict[str, float] = {}
-    with span("score"):
-        if isinstance(verifier, VerifierEnsemble):
-            correct_N = np.array([r.grade.correct for r in held_out], dtype=bool)
-            scores_N, found = await _scaled(session, verifier, held_out, correct_N)
-        else:
-            scores_N = await players.scorer(verifier).score(held_out)
-    return {**calibration(held_out, scores_N, section.acceptance), "held_out": float(len(held_out)), **found}
+    try:
+        found: dict[str, float] = {}
+        with span("score"):
+            if isinstance(verifier, VerifierEnsemble):
+                scores_N, found = await _scaled(session, verifier, held_out)
+            else:
+                scores_N = await scores_of_rows(players, held_out, players.scorer(verifier).score)
+    finally:
+        held_out.close()
+    calibrated = calibration(held_out.correct_R, scores_N, section.acceptance)
+    return {**calibrated, "held_out": float(len(scores_N)), **found}
 
 
-def calibration_set(rollouts: Sequence[Rollout], share: float) -> tuple[list[Rollout], bool]:
-    """Those of the held-out problems; all, and False, where these lack correct or incorrect solutions."""
-    held_out = [r for r in rollouts if is_held_out(r.problem_id, share)]
-    enough = 0 < sum(r.grade.correct for r in held_out) < len(held_out)
-    return (held_out, True) if enough else (list(rollouts), False)
+def calibration_view(session: Session) -> tuple[PairView, str]:
+    """The minted solutions of the held-out problems; or all of the mint, and why, where these lack correct or incorrect
+    ones. In the compute thread."""
+    section, round_ = session.experiment.verifier, session.state.round
+    shards, infos = session.ledger.rollout_shards, session.ledger.shards(round_, Phase.MINT.value)
+    held_out = PairView(shards, infos, keep=lambda problem_id: is_held_out(problem_id, section.held_out))
+    correct, count = int(held_out.correct_R.sum()), len(held_out.correct_R)
+    if 0 < correct < count:
+        return held_out, ""
+    reason = (
+        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are taken on all "
+        "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
+    )
+    return PairView(shards, infos), reason
 
 
-def calibration(rollouts: Sequence[Rollout], scores_N: Float32, acceptance: float) -> dict[str, float]:
+async def scores_of_rows(
+    players: Players, view: PairView, score: Callable[[Sequence[Scorable]], Awaitable[Float32]]
+) -> Float32:
+    """float32 [..., R]: `score` of all rows of a view. At most SCORED_AT_ONCE of them are in memory at a time."""
+    parts = []
+    for rows_N in np.array_split(view.rows_R, range(SCORED_AT_ONCE, len(view.rows_R), SCORED_AT_ONCE)):
+        solutions = await players.compute(partial(view.rows, rows_N))
+        parts.append(await score(solutions))
+    return np.concatenate(parts, axis=-1)
+
+
+def calibration(correct_N: NDArray[np.bool_], scores_N: Float32, acceptance: float) -> dict[str, float]:
     """The AUC of correct against incorrect solutions, and the score that `acceptance` of the correct ones reach."""
-    correct_N = np.array([r.grade.correct for r in rollouts], dtype=bool)
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
         "threshold": acceptance_threshold(scores_N[correct_N], acceptance),
     }
 
 
-async def _held_out(session: Session) -> list[Rollout]:
-    """The solutions of the mint's held-out problems, or, with an alert, all of the mint where those lack correct or
-    incorrect ones: a weak prover on a small mint must not cost the round."""
-    section, round_ = session.experiment.verifier, session.state.round
-    minted = await session.ledger.read_rollouts(round_, Phase.MINT.value)
-    held_out, enough = calibration_set(minted, section.held_out)
-    if enough:
-        return held_out
-    correct = sum(is_held_out(r.problem_id, section.held_out) and r.grade.correct for r in minted)
-    count = sum(is_held_out(r.problem_id, section.held_out) for r in minted)
-    message = (
-        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are taken on all "
-        "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
-    )
-    session.alert([Alert("calibration", message)], section.ensemble * section.steps)
-    return minted
+async def _held_out(session: Session) -> PairView:
+    """The calibration view; an alert tells where it is all of the mint: a weak prover on a small mint must not cost the
+    round."""
+    section = session.experiment.verifier
+    view, reason = await session.players.compute(lambda: calibration_view(session))
+    if reason:
+        session.alert([Alert("calibration", reason)], section.ensemble * section.steps)
+    return view
 
 
-async def _scaled(
-    session: Session, ensemble: VerifierEnsemble, held_out: list[Rollout], correct_N: NDArray[np.bool_]
-) -> tuple[Float32, dict[str, float]]:
+async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairView) -> tuple[Float32, dict[str, float]]:
     """Bring the members to one scale; the ensemble's scores of these solutions float32 [N], and what to tell."""
-    section, players = session.experiment.verifier, session.players
-    members_KN = await member_scores(
-        ensemble,
-        players.template(ensemble),
+    section, players, correct_N = session.experiment.verifier, session.players, held_out.correct_R
+    members_KN = await scores_of_rows(
+        players,
         held_out,
-        token_budget=section.score_tokens,
-        executor=players.executor,
-        prover_fingerprint=players.base.tokenizer.fingerprint,
+        partial(
+            member_scores,
+            ensemble,
+            players.template(ensemble),
+            token_budget=section.score_tokens,
+            executor=players.executor,
+            prover_fingerprint=players.base.tokenizer.fingerprint,
+        ),
     )
     ensemble.scales = common_scales(members_KN)
     aucs = [auc(own_N[correct_N], own_N[~correct_N]) for own_N in members_KN]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pvg.records import Checks, Rollout
 
@@ -34,3 +36,17 @@ def of_rows(batch: pa.RecordBatch) -> list[Checks | None]:
         return [None] * batch.num_rows
     rows = zip(*(batch.column(field.name).to_pylist() for field in FIELDS), strict=True)
     return [None if certified is None else Checks(visible, passed, certified) for visible, passed, certified in rows]
+
+
+def to_array(checks: Sequence[Checks | None]) -> NDArray[np.float64]:
+    """checks_N3: visible, passed, certified (1 or 0); NaN for None."""
+    rows = [(np.nan,) * 3 if row is None else (row.visible, row.passed, float(row.certified)) for row in checks]
+    return np.array(rows, dtype=np.float64).reshape(-1, 3)
+
+
+def array_of(batch: pa.RecordBatch) -> NDArray[np.float64]:
+    """The same for the rows of a shard, read from its columns."""
+    if CERTIFIED not in batch.schema.names:
+        return np.full((batch.num_rows, 3), np.nan)
+    columns = [batch.column(field.name).cast(pa.float64()).to_numpy(zero_copy_only=False) for field in FIELDS]
+    return np.stack(columns, axis=1)

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pvg.records import Rollout, SolverSolution, Turn
 
@@ -52,6 +54,28 @@ def of_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
         return [{} for _ in range(batch.num_rows)]
     columns = {field.name: batch.column(field.name).to_pylist() for field in FIELDS}
     return [_fields({name: values[i] for name, values in columns.items()}) for i in range(batch.num_rows)]
+
+
+def sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """By row, the tokens that the prover sampled, of `lengths_N` in the completion; and of dialogues those that it
+    sampled after the first turn, -1 for other rows."""
+    answers_N = np.full(batch.num_rows, -1, dtype=np.int64)
+    if FIELDS[0].name not in batch.schema.names:
+        return lengths_N, answers_N
+    starts, sampled = (batch.column(name) for name in ("turn_starts", "turn_sampled"))
+    turns_N = starts.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    rows_T = np.repeat(np.arange(batch.num_rows), turns_N)
+    starts_T, sampled_T = (column.flatten().to_numpy(zero_copy_only=False) for column in (starts, sampled))
+    first_T = np.diff(rows_T, prepend=-1) > 0
+    # A turn ends where the row's next turn begins, and the last one with the completion.
+    ends_T = np.where(np.append(first_T, True)[1:], lengths_N[rows_T], np.append(starts_T, 0)[1:])
+    tokens_T = (ends_T - starts_T) * sampled_T
+    tokens_N = lengths_N.copy()
+    dialogues = turns_N > 0
+    tokens_N[dialogues] = answers_N[dialogues] = 0
+    np.add.at(tokens_N, rows_T, tokens_T)
+    np.add.at(answers_N, rows_T[~first_T], tokens_T[~first_T])
+    return tokens_N, answers_N
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,14 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store import check_columns, protocol_columns
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
+from pvg.store.sample_columns import SampleColumns
 from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
 
 SHARD_SCHEMA = b"1"  # with more columns: see SCHEMAS
@@ -162,6 +164,20 @@ class RolloutShards:
         self.verify(info)
         path = self.path_of(info)
         return _open(pa.memory_map(str(path)), path)
+
+    def read_where(self, info: ShardInfo, id_prefixes: Sequence[str]) -> list[Rollout]:
+        """The rollouts of a shard whose ids begin with one of these, in the order they were written. No other row
+        becomes a Rollout. Raises DamagedFileError."""
+        batch = self.map(info)
+        ids = batch.column("id")
+        chosen_N = np.zeros(batch.num_rows, dtype=bool)
+        for prefix in id_prefixes:
+            chosen_N |= pc.starts_with(ids, prefix).to_numpy(zero_copy_only=False)
+        return _to_rollouts(batch.take(pa.array(np.flatnonzero(chosen_N)))) if chosen_N.any() else []
+
+    def sample_columns(self, infos: Sequence[ShardInfo]) -> SampleColumns:
+        """Roles, grades and lengths of all rollouts of these shards, each verified. Raises DamagedFileError."""
+        return SampleColumns.joined([SampleColumns.of_batch(self.map(info)) for info in infos])
 
     def solutions(self, info: ShardInfo) -> MappedSolutions:
         """The shard's solutions, mapped into memory. With digests beside it a row is checked when it is read; without,

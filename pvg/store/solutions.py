@@ -28,12 +28,14 @@ READ_BY_ROW = ("text", "completion_ids")
 
 
 class SolutionRow(NamedTuple):
-    """What a verifier is shown of a row: never its role, never its label."""
+    """What a verifier is shown of a row: never its role, never its label. `id` names the row in messages: its shard
+    and its place in it."""
 
     question: str
     text: str
     completion_ids: Int32
     problem_id: str
+    id: str
 
 
 class MappedSolutions:
@@ -69,6 +71,7 @@ class MappedSolutions:
             text.decode(),
             np.frombuffer(tokens, np.int32).copy(),
             self._problems[number].as_py(),
+            f"{self._path.stem}, row {number}",
         )
 
 

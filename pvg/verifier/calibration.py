@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
 from pvg.models.ensembles import Scales, VerifierEnsemble
-from pvg.records import Float32, Rollout
+from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.rectangle import batches, rectangle
 from pvg.verifier.template import VerifierTemplate
@@ -47,7 +47,7 @@ def disagreement(scaled_KN: NDArray[np.floating]) -> float:
 async def member_scores(
     ensemble: VerifierEnsemble,
     template: VerifierTemplate,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[Scorable],
     *,
     token_budget: int,
     executor: Executor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pvg.records import Float32, Rollout
+from pvg.records import Float32, Scorable
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Scorer(Protocol):
         """Names the weights that the scores come from."""
         ...
 
-    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+    async def score(self, rollouts: Sequence[Scorable]) -> Float32:
         """float32 [n], logits: how sure the verifier is that each rollout is correct."""
         ...
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
-from pvg.records import Float32, Rollout
+from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
@@ -174,7 +174,7 @@ class VerifierScorer(Scorer):
     def _owner(self) -> NDArray[np.uint8]:
         return np.frombuffer(f"{self._version} {self._template.key}".encode(), dtype=np.uint8).copy()
 
-    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+    async def score(self, rollouts: Sequence[Scorable]) -> Float32:
         """float32 [n], logits, all of `version` as it is on return.
 
         Raises TrainingDivergedError naming the rollout whose score is not finite, ConfigurationError for a solution
@@ -192,11 +192,11 @@ class VerifierScorer(Scorer):
                 scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
                 return np.asarray(scores, dtype=np.float32)
 
-    def _inputs(self, rollouts: Sequence[Rollout]) -> list[ScoreInput]:
+    def _inputs(self, rollouts: Sequence[Scorable]) -> list[ScoreInput]:
         """In the reading thread: it uses nothing that a change of version changes."""
         return [self._input(rollout) for rollout in rollouts]
 
-    def _input(self, rollout: Rollout) -> ScoreInput:
+    def _input(self, rollout: Scorable) -> ScoreInput:
         ids, prompt_length = self._template.tokens(
             rollout.question, rollout.text, rollout.completion_ids, self._prover_fingerprint
         )

@@ -22,7 +22,7 @@ def written(directory: Path, rows: int = ROWS) -> tuple[RolloutShards, ShardInfo
 def everything(shards: RolloutShards, info: ShardInfo) -> tuple[object, ...]:
     """All that a view gives of a shard."""
     view = PairView(shards, [info])
-    rows = [(q, t, ids.tobytes(), p) for q, t, ids, p in view.rows(np.arange(info.rows))]
+    rows = [(q, t, ids.tobytes(), p) for q, t, ids, p, _ in view.rows(np.arange(info.rows))]
     labels = [a.tolist() for a in (view.correct_R, view.well_formed_R, view.problems_R, view.sources_R)]
     return rows, labels, view.problem_ids, view.sources
 
@@ -38,6 +38,7 @@ def test_rows_come_back_with_and_without_digests(tmp_path: Path) -> None:
         assert (found.question, found.text, found.problem_id) == (row.question, row.text, row.problem_id)
         np.testing.assert_array_equal(found.completion_ids, row.completion_ids)
         found.completion_ids[:] = 7  # its own copy
+        assert found.id == f"mint-00000, row {i}"  # what a message names it by
 
 
 def test_a_flipped_byte_is_refused_or_was_not_used(tmp_path: Path) -> None:
