@@ -571,7 +571,8 @@ Every metric that a run emits. TensorBoard, Weights & Biases and trackio show th
 `metrics.jsonl` the same value stands under `name`, in a record whose `kind` (and `phase`, for steps) tells the place; a
 value that does not exist (a share of nothing) is `null` there and left out of the sinks. On the Prometheus endpoint
 (`telemetry.metrics_port`) the name is in the last column, with the unit as its suffix and the phase, the round or the
-GPU as labels.
+GPU as labels. The endpoint also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind`
+([runbook.md](runbook.md) lists the kinds).
 
 With `training.minibatches` above 1, several steps learn from one batch. What is measured of the batch (its rollouts,
 rewards and scores, and how it was sampled) stands in the record of the first of these steps only, and what a weight

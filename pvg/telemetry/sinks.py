@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -233,23 +234,29 @@ class AlertCommand(MetricSink):
         return
 
     def alert(self, point: AlertPoint) -> None:
-        try:
-            done = subprocess.run(
-                self._command,
-                input=orjson.dumps(asdict(point)),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                timeout=self._limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            self._complain(f"was killed after telemetry.alert_command_s = {self._limit_s:g}")
-        except (OSError, ValueError) as error:
-            self._complain(f"could not be started ({error})")
-        else:
-            if done.returncode:
-                last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-                self._complain(f"ended with exit status {done.returncode}" + (f" ({last[0][:200]})" if last else ""))
+        # Standard error goes into a file: a pipe would have to be read until what the command leaves behind has ended.
+        with tempfile.TemporaryFile() as errors:
+            try:
+                done = subprocess.run(
+                    self._command,
+                    input=orjson.dumps(asdict(point)),
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    timeout=self._limit_s,
+                    check=False,
+                    start_new_session=True,  # Ctrl-C is for the run
+                )
+            except subprocess.TimeoutExpired:
+                self._complain(f"was killed after telemetry.alert_command_s = {self._limit_s:g}")
+            except (OSError, ValueError) as error:
+                self._complain(f"could not be started ({error})")
+            else:
+                if done.returncode:
+                    errors.seek(0)
+                    last = errors.read(10_000).decode("utf-8", "replace").strip().splitlines()[-1:]
+                    shown = "".join(c if c.isprintable() else "?" for c in "".join(last)[:200])
+                    why = f" ({shown})" if shown else ""
+                    self._complain(f"ended with exit status {done.returncode}{why}")
 
     def close(self) -> None:
         return
