@@ -129,6 +129,15 @@ def test_a_shared_machine_is_named_and_the_loop_is_not_blamed(tmp_path: Path) ->
     assert "24 s of it while pvg's threads waited for cores" in lag.says
 
 
+def test_a_log_of_another_system_than_linux_says_nothing_of_cores(tmp_path: Path) -> None:
+    log = steps(lag_ms=600.0)
+    log.lines = [line.split(" ran_ms=")[0] for line in log.lines]
+    found = of(log, tmp_path)
+    assert seen(found) == ["loop-lag"]
+    assert "Something computes on the event loop" in found.findings[0].remedy
+    assert found.not_seen == {}
+
+
 def test_what_the_program_itself_does_to_the_loop_is_not_blamed_on_the_machine(tmp_path: Path) -> None:
     (finding,) = of(steps(waited_ms=100.0, lag_ms=600.0), tmp_path).findings
     assert finding.signature == "loop-lag"

@@ -296,8 +296,10 @@ def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
 
 def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
     """The kernel runs other programs on the cores while threads of pvg are ready to run."""
-    if tally.cores is None:
-        return "how long threads waited for a core ([loop] lag with waited_ms; Linux only)"
+    if not tally.sketch("lag.max_ms").n:
+        return "how long threads waited for a core ([loop] lag)"
+    if tally.cores is None:  # not on Linux
+        return None
     share, longest_ms = tally.cores.share, 1e3 * tally.cores.longest_s
     if not tally.cores.shared or not costs(tally, longest_ms):
         return None
