@@ -69,6 +69,10 @@ class CountingEngine:
         return self._engine.stats
 
     @property
+    def requests_in_flight(self) -> int:
+        return self._engine.requests_in_flight
+
+    @property
     def max_in_flight(self) -> int:
         return self._engine.max_in_flight
 

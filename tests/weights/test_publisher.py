@@ -25,6 +25,7 @@ class Kept:
 
 class RecordingEngine:
     max_in_flight = 1
+    requests_in_flight = 3
 
     def __init__(self, version: int = 0, rpc_ms: float = 2.0, error: Exception | None = None) -> None:
         self.version = version
@@ -80,6 +81,7 @@ def test_one_line_per_update_closes_its_own_sum_and_carries_the_trace_id() -> No
     ] * 2
     for (_, sent), (_, done), update in zip(events.kept[::2], events.kept[1::2], engine.updates, strict=True):
         assert sent["trace"] == done["trace"] == update.trace_id
+        assert sent["inflight"] == 6  # of both engines
         assert (done["version"], done["engines"], done["failed"]) == (update.version, 2, 0)
         assert done["rpc_ms"] == 0.75
         assert done["wall_ms"] == pytest.approx(done["rpc_ms"] + done["queue_ms"])
