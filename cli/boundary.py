@@ -53,6 +53,7 @@ PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.EMFILE: (MissingRequirementError, "Raise the limit on open files (ulimit -n), and try again."),
 }
 PATH_MISTAKES |= dict.fromkeys(DISK_FULL, (MissingRequirementError, "Make room on that disk, and try again."))
+PRINTING = frozenset({"cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
 EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -100,13 +101,10 @@ def _shortened(path: object) -> str:
     return name if len(name) <= 80 else f"{name[:40]}...{name[-37:]}"
 
 
-def _stdout_is_full() -> bool:
-    """Whether what was printed did not fit: it is still in the buffer then, and fails again."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        return error.errno in DISK_FULL
-    return False
+def _was_printing(trace: TracebackType | None) -> bool:
+    """Whether an error came out of a print: the run's own files are written by other packages."""
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] in PRINTING
 
 
 def _silence_stdout() -> None:
@@ -154,7 +152,7 @@ class Border:
             say("Stopped before anything was started.")
             self._document("Stopped", "Stopped before anything was started.", "", EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
-        elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _stdout_is_full():
+        elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):
             self._no_room(error)
         elif isinstance(error, OSError) and error.errno in PATH_MISTAKES:
             kind_of, remedy = PATH_MISTAKES[error.errno]

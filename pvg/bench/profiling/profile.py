@@ -28,6 +28,7 @@ from pvg.errors import MissingRequirementError, UsageError
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 from pvg.telemetry.chrome_trace import trace_events, write_trace
 from pvg.telemetry.spans import DeviceClock
 
@@ -112,7 +113,7 @@ def profile_run(run: RunDirectory, folder: Path) -> Profiled:
     DamagedFileError when they are not those that were committed."""
     if not run.spans.is_file():
         raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
-    state = run.load_state().state or {}
+    state = next(iter(FileStateStore(run.state).commits()), {})
     for path in (run.metrics, run.spans):
         run.verify_journal(state, path)
     metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
