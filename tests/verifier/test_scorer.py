@@ -18,6 +18,7 @@ from tiny_verifiers import (
     verifier,
 )
 
+from pvg.bench.workloads.loop_sides import OnTheLoop
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import pad_right
 from pvg.records import Role
@@ -27,6 +28,7 @@ from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 
 HEADS = ["scalar", "implicit", "yes_token"]
+AT_ONCE = OnTheLoop()  # so that what a call starts, it has started after some turns of the loop
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def executor():
         yield found
 
 
-def make_scorer(model, executor, *, head="implicit", style="plain", entries=1000, budget=4096, version=None):
+def make_scorer(
+    model, executor, *, head="implicit", style="plain", entries=1000, budget=4096, version=None, reading=AT_ONCE
+):
     template = VerifierTemplate(model.tokenizer, style, head)
     return VerifierScorer(
         model,
@@ -45,6 +49,7 @@ def make_scorer(model, executor, *, head="implicit", style="plain", entries=1000
         token_budget=budget,
         executor=executor,
         prover_fingerprint=digits_tokenizer().fingerprint,
+        reading=reading,
     )
 
 
@@ -89,7 +94,7 @@ def test_no_rollouts_no_scores(executor):
 
 def test_the_loop_goes_on_while_the_verifiers_input_is_made(executor, monkeypatch):
     """The template waits for what only the loop can do: on the loop, it would wait for ever."""
-    scorer = make_scorer(verifier("scalar"), executor, head="scalar")
+    scorer = make_scorer(verifier("scalar"), executor, head="scalar", reading=None)
     alive, tokens = threading.Event(), scorer._template.tokens
 
     def waiting(*arguments):
