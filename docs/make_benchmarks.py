@@ -39,7 +39,7 @@ from pvg.errors import PvgError, UsageError
 
 HERE = Path(__file__).parent
 ORDER = (
-    "rollout", "rollout-vllm", "trainer", "e2e", "verifier", "data", "credit", "sync", "sync-vllm", "loop",
+    "rollout", "rollout-vllm", "trainer", "e2e", "verifier", "data", "data-game", "credit", "sync", "sync-vllm", "loop",
     "stragglers", "pipeline", "telemetry", "scaling-rollouts", "scaling-length", "scaling-model",
 )  # fmt: skip
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order in which a profile's reports stand
