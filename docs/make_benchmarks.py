@@ -40,8 +40,8 @@ from pvg.errors import PvgError, UsageError
 
 HERE = Path(__file__).parent
 ORDER = (
-    "rollout", "rollout-vllm", "trainer", "e2e", "contention", "verifier", "data", "credit", "sync", "sync-vllm",
-    "loop", "stragglers", "pipeline", "telemetry", "scaling-rollouts", "scaling-length", "scaling-model",
+    "rollout", "rollout-vllm", "trainer", "e2e", "contention", "verifier", "data", "data-game", "credit", "sync",
+    "sync-vllm", "loop", "stragglers", "pipeline", "telemetry", "scaling-rollouts", "scaling-length", "scaling-model",
 )  # fmt: skip
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order in which a profile's reports stand
 SHOWN_PARTS = 6  # of a time budget

@@ -175,7 +175,8 @@ class Rollouts(Section):
     # "lean": a decoding step of pvg's own for Llama-like models, compared with the model's logits when the engine opens
     # (other models go through transformers, and events.log says so); "module": all through transformers
     decoding: Literal["lean", "module"] = "lean"
-    # "continuous": requests join as rows finish (lean decoding only); "whole": a batch is decoded to its end
+    # "continuous": requests join as rows finish, and rollouts are handed over as they finish (lean decoding only);
+    # "whole": a batch is decoded to its end and handed over then. Neither is faster on a CPU: see docs/pipeline.md.
     batching: Literal["continuous", "whole"] = "continuous"
     grading: Literal["thread", "loop"] = "thread"  # where completions are decoded and graded; "loop": all else waits
     routed_experts: bool = False  # the experts that a mixture-of-experts model chose for each token travel with its

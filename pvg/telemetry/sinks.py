@@ -151,7 +151,7 @@ class WandbSink(MetricSink):
             import wandb
         except ImportError as error:
             raise _missing("wandb", error) from error
-        mode = os.environ.get("WANDB_MODE", "offline")
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "pvg"),

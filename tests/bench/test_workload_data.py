@@ -15,11 +15,14 @@ import pytest
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workload import Workload
-from pvg.bench.workloads import data
+from pvg.bench.workloads import data, data_game
 from pvg.bench.workloads.data_child import EagerLoader, Order, StreamLoader, memory_of
 from pvg.bench.workloads.data_store import StoreShape, write_pairs, write_store
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.store.shards import ShardInfo
+from pvg.experiment import load_experiment
+from pvg.game.states import GameState, Phase
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
 
 PROFILE = "profiles/data.toml"
 TINY = ("workload.pairs=[40,160]", "workload.tokens=32", "workload.batches=3", "workload.batch_pairs=8")
@@ -119,6 +122,36 @@ def test_a_sample_measures_every_size_in_a_process_of_its_own(loader: str, tempo
     assert {"start_process", "first_batch", "draw_pairs", "stop_process"} <= variant.budget.exposed.keys()
     assert variant.derived["file_mb_160"] > variant.derived["file_mb_40"] > 0
     assert list(temporary.iterdir()) == []
+
+
+def test_the_game_plays_both_phases_on_the_rollouts_of_every_size(temporary: Path) -> None:
+    async def play() -> tuple[Any, dict[str, Any]]:
+        return await run_variant(lambda: make("workload.loader=game", "workload.steps=2"), warmup=0, repeats=1)
+
+    variant, work = asyncio.run(play())
+    assert variant.status == "ok", variant
+    assert work["rollouts"] == [24, 80]
+    assert work["verifier_steps"] == 2
+    assert "batches" not in work
+    for size in (40, 160):
+        assert min(variant.samples[f"peak_memory_mb_{size}"].values) > 0
+        assert min(variant.samples[f"mint_end_s_{size}"].values) > 0
+    assert {"start_process", "mint_end", "verifier_phase", "stop_process"} <= variant.budget.exposed.keys()
+    assert variant.derived["file_mb_160"] > variant.derived["file_mb_40"] > 0
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_run_of_the_game_names_the_store_s_shards_and_leaves_the_store_as_it_is(tmp_path: Path) -> None:
+    shape = StoreShape(4, 32, seed=5, ids=data_game.IDS, alphabet=data_game.ALPHABET)
+    infos = store(tmp_path / "store", shape, [40])[40]
+    experiment = load_profile(PROFILE, list(TINY)).experiment
+    run = data_game.make_run(tmp_path / "runs", experiment, tmp_path / "store", infos, shape, steps=2, pairs=8)
+    state = GameState.from_plain(FileStateStore(run.state).load().state or {})
+    assert (state.phase, [plain["path"] for plain in state.shards]) == (Phase.MINT, [info.path for info in infos])
+    played = load_experiment(run.experiment_file)
+    assert (played.game.mint_problems, played.game.mint_samples, played.verifier.steps) == (10, 4, 2)
+    shutil.rmtree(run.path)
+    RolloutShards(tmp_path / "store").verify(infos[0])
 
 
 def test_the_same_order_reads_the_same_characters(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@
 The rollouts are written through pvg.store.shards into a temporary folder. For every size a fresh process opens them,
 reads a first batch and draws more (pvg.bench.workloads.data_child), so that no size disturbs another's memory.
 `workload.loader = "eager"` is the slow side: every pair as text in one JSONL file, parsed into a list.
+`workload.loader = "game"` measures the game instead: the end of the mint and the whole verifier phase, played by the
+game's own code (pvg.bench.workloads.data_game says what that includes). The profile `data-game` is made of it.
 
 Memory is what the loader keeps for itself. Pages of the shards that the kernel maps from its page cache count in the
 derived `resident_mb`, since the kernel takes them back when somebody needs the room.
@@ -20,6 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,9 +31,11 @@ from pydantic import Field, model_validator
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
+from pvg.bench.workloads import data_game
 from pvg.bench.workloads.data_child import Order, memory_of
 from pvg.bench.workloads.data_store import StoreShape, check_free_space, write_pairs, write_store
 from pvg.errors import MissingRequirementError
+from pvg.experiment import Experiment
 from pvg.sections import Count, Section
 from pvg.store.shards import ShardInfo
 from pvg.telemetry.spans import span
@@ -38,15 +43,17 @@ from pvg.telemetry.spans import span
 MB = 1e6
 WATCH_EVERY_S = 0.005  # between two looks at the child's memory: shorter peaks may be missed
 EAGER_OVERHEAD = 1.5  # memory of the eager loader over the size of its file, with room to spare
+CHILD, GAME_CHILD = "pvg.bench.workloads.data_child", "pvg.bench.workloads.data_game"
 FEWER = "Ask for fewer pairs (-s 'workload.pairs=[5000,50000]')"
 
 
 class Settings(Section):
     pairs: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (5_000, 50_000, 500_000)
-    loader: Literal["stream", "eager"] = "stream"
+    loader: Literal["stream", "eager", "game"] = "stream"
     row_digests: bool = True  # store.row_digests of the stream: rows checked when read, or whole shards when opened
     batches: Count = 200  # drawn and timed after the first
     batch_pairs: Count = 64
+    steps: Count = 10  # loader "game": training steps of the verifier, of batch_pairs pairs each
     solutions: Annotated[int, Field(ge=2)] = 8  # per problem, half of them right: 16 pairs
     tokens: Annotated[int, Field(ge=16)] = 450  # mean of a solution; 1800 characters
 
@@ -60,16 +67,21 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    return DataWorkload(workload_settings(Settings, settings), settings.experiment.seed)
+    return DataWorkload(workload_settings(Settings, settings), settings.experiment)
 
 
 class DataWorkload:
     """One loader at every size of `settings.pairs`."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: Settings, experiment: Experiment) -> None:
         self._settings = settings
-        self._seed = seed
-        self._shape = StoreShape(settings.solutions, settings.tokens, seed)
+        self._experiment = experiment
+        self._seed = experiment.seed
+        self._game = settings.loader == "game"
+        self._shape = StoreShape(settings.solutions, settings.tokens, self._seed)
+        if self._game:
+            self._shape = replace(self._shape, ids=data_game.IDS, alphabet=data_game.ALPHABET)
+        self._by_size = GAME_MEASURES if self._game else MEASURES
         self._stack = contextlib.ExitStack()
         self._directory = Path()
         self._shards: dict[int, list[ShardInfo]] = {}
@@ -77,7 +89,7 @@ class DataWorkload:
         self._memory: dict[str, list[float]] = {}
         self.measures: Mapping[str, Measure] = {
             "peak_memory_mb": Measure("MB", "lower", "peak_memory_mb of the size that takes most"),
-            **{f"{name}_{label(size)}": measure for size in settings.pairs for name, measure in MEASURES.items()},
+            **{f"{name}_{label(size)}": measure for size in settings.pairs for name, measure in self._by_size.items()},
         }
 
     async def open(self) -> None:
@@ -95,7 +107,7 @@ class DataWorkload:
         settings, shape = self._settings, self._shape
         self._directory = folder
         elsewhere = f"{FEWER}, or set TMPDIR to a folder of another disk."
-        if settings.loader == "stream":
+        if settings.loader != "eager":
             check_free_space(folder, shape.stored_bytes(settings.pairs[-1]), elsewhere)
             self._shards = {size: [] for size in settings.pairs}
             for smallest, info in write_store(folder, shape, settings.pairs, by_row=settings.row_digests):
@@ -113,12 +125,13 @@ class DataWorkload:
 
     def work(self) -> dict[str, Any]:
         settings = self._settings
+        drawn = {"verifier_steps": settings.steps} if self._game else {"batches": settings.batches + 1}
         return {
             "pairs": [self._shape.pairs_formed(size) for size in settings.pairs],
             "rollouts": [self._shape.problems_for(size) * settings.solutions for size in settings.pairs],
             "solutions_per_problem": settings.solutions,
             "mean_tokens": settings.tokens,
-            "batches": settings.batches + 1,
+            **drawn,
             "batch_pairs": settings.batch_pairs,
             "seed": self._seed,
         }
@@ -126,10 +139,10 @@ class DataWorkload:
     async def sample(self, index: int) -> dict[str, float]:
         measured: dict[str, float] = {}
         for size in self._settings.pairs:
-            found = await load_in_child(self._order(size))
+            found = await (self._play(size) if self._game else load_in_child(self._order(size)))
             name = label(size)
-            measured |= {f"{metric}_{name}": found[metric] for metric in MEASURES}
-            for kind in ("resident_mb", "mapped_mb"):
+            measured |= {f"{metric}_{name}": found[metric] for metric in self._by_size}
+            for kind in () if self._game else ("resident_mb", "mapped_mb"):
                 self._memory.setdefault(f"{kind}_{name}", []).append(found[kind])
             self._memory.setdefault(name, []).append(found["peak_memory_mb"])
         peaks = [measured[f"peak_memory_mb_{label(size)}"] for size in self._settings.pairs]
@@ -149,6 +162,21 @@ class DataWorkload:
 
     async def close(self) -> None:
         self._stack.close()
+
+    async def _play(self, size: int) -> dict[str, float]:
+        """The game's phases on the rollouts of this size, in a run that is removed afterwards."""
+        settings, store = self._settings, self._directory
+        with tempfile.TemporaryDirectory(prefix="run-", dir=store) as folder:
+            run = data_game.make_run(
+                Path(folder),
+                self._experiment,
+                store,
+                self._shards[size],
+                self._shape,
+                settings.steps,
+                settings.batch_pairs,
+            )
+            return await play_in_child(run.path)
 
     def _order(self, size: int) -> Order:
         return {
@@ -182,6 +210,20 @@ MEASURES: Mapping[str, Measure] = {
 }
 
 
+GAME_MEASURES: Mapping[str, Measure] = {
+    "mint_end_s": Measure("s", "lower", "the statistics of all minted rollouts at the end of the mint, and the commit"),
+    "verifier_phase_s": Measure("s", "lower", "the verifier phase: pairs, training steps, calibration, the commit"),
+    "peak_memory_mb": Measure(
+        "MB", "lower", "most private memory (RssAnon) in these phases, beyond that of the opened session"
+    ),
+    "peak_resident_mb": Measure(
+        "MB",
+        "lower",
+        "the same of all resident memory (VmHWM): with mapped pages of the shards, which the kernel frees",
+    ),
+}
+
+
 def label(size: int) -> str:
     """5000 -> "5k"."""
     for unit, name in ((1_000_000, "m"), (1_000, "k")):
@@ -194,13 +236,42 @@ def label(size: int) -> str:
 
 
 async def load_in_child(order: Order) -> dict[str, float]:
-    """Load and draw in a fresh process: seconds, pairs/s, and MB by which its memory grew.
+    """Load and draw in a fresh process: seconds, pairs/s, and MB by which its memory grew. Raises as `watched`."""
+    started, first, done, private = await watched(CHILD, order, ("first_batch", "draw_pairs"))
+    growth = {kind: (done[kind] - started[kind]) / MB for kind in ("resident", "mapped")}
+    return {
+        "first_batch_s": first["first_batch_s"],
+        "pairs_per_s": done["pairs_per_s"],
+        "characters": done["characters"],
+        "peak_memory_mb": (private - started["private"]) / MB,
+        "resident_mb": growth["resident"],
+        "mapped_mb": max(0.0, growth["mapped"]),
+    }
+
+
+async def play_in_child(run: Path) -> dict[str, float]:
+    """The game's phases in a fresh process: seconds, and MB by which its memory grew. Raises as `watched`."""
+    started, minted, done, private = await watched(GAME_CHILD, {"run": str(run)}, ("mint_end", "verifier_phase"))
+    return {
+        "mint_end_s": minted["mint_end_s"],
+        "verifier_phase_s": done["verifier_phase_s"],
+        "held_out": done["held_out"],
+        "peak_memory_mb": (private - started["private"]) / MB,
+        "peak_resident_mb": (done["resident"] - started["resident_now"]) / MB,
+    }
+
+
+async def watched(
+    module: str, order: Mapping[str, Any], spans: tuple[str, str]
+) -> tuple[dict[str, float], dict[str, float], dict[str, float], float]:
+    """Run `module` on `order` in a fresh process: the three lines that it writes, and the most private memory in bytes
+    that it had from the first line on. `spans` name the time up to the second and up to the third line.
 
     Raises MissingRequirementError when the process is killed (which is how a machine without memory ends it), and
     RuntimeError with its last words when it fails.
     """
     with span("start_process"):
-        child = await _start()
+        child = await _start(module)
     assert child.stdin is not None
     assert child.stdout is not None
     assert child.stderr is not None
@@ -211,9 +282,9 @@ async def load_in_child(order: Order) -> dict[str, float]:
             child.stdin.close()
             started = await _next_line(child.stdout)
         async with PrivatePeak(child.pid) as peak:
-            with span("first_batch"):
+            with span(spans[0]):
                 first = await _next_line(child.stdout)
-            with span("draw_pairs"):
+            with span(spans[1]):
                 done = await _next_line(child.stdout)
         with span("stop_process"):
             await child.wait()
@@ -224,22 +295,14 @@ async def load_in_child(order: Order) -> dict[str, float]:
         said = (await errors).decode(errors="replace").strip()
     if not done:
         raise _failure(child.returncode, said)
-    growth = {kind: (done[kind] - started[kind]) / MB for kind in ("private", "resident", "mapped")}
-    return {
-        "first_batch_s": first["first_batch_s"],
-        "pairs_per_s": done["pairs_per_s"],
-        "characters": done["characters"],
-        "peak_memory_mb": max(growth["private"], (peak.bytes - started["private"]) / MB),
-        "resident_mb": growth["resident"],
-        "mapped_mb": max(0.0, growth["mapped"]),
-    }
+    return started, first, done, max(done["private"], float(peak.bytes))
 
 
-async def _start() -> asyncio.subprocess.Process:
+async def _start(module: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "pvg.bench.workloads.data_child",
+        module,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

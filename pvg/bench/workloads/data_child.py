@@ -8,9 +8,10 @@ is imported, `first_batch` when the first pairs have been read, `done` after the
 Two loaders: "stream" is the product's (rows drawn from memory-mapped shards), "eager" is what it replaces (all pairs as
 text in one JSONL file, parsed into a list before the first batch).
 
-Each line tells three amounts of memory in bytes: `private` is this process's alone, `mapped` are pages of files, and
-`resident` is the most it ever had of both together. Mapped pages are the page cache's: the kernel takes them back
-when somebody needs the room. For the peak of `private` the parent watches (pvg.bench.workloads.data).
+Each line tells four amounts of memory in bytes: `private` (RssAnon) is this process's alone, `mapped` (RssFile) are
+pages of files, `resident_now` (VmRSS) is both together, and `resident` (VmHWM) the most it ever had of both. Mapped
+pages are the page cache's: the kernel takes them back when somebody needs the room. For the peak of `private` the
+parent watches (pvg.bench.workloads.data).
 """
 
 from __future__ import annotations
@@ -113,7 +114,12 @@ def _read(batch: Sequence[TextPair]) -> int:
 
 def say(event: str, **fields: float) -> None:
     memory = memory_of()
-    amounts = {"private": memory["RssAnon"], "mapped": memory["RssFile"], "resident": memory["VmHWM"]}
+    amounts = {
+        "private": memory["RssAnon"],
+        "mapped": memory["RssFile"],
+        "resident": memory["VmHWM"],
+        "resident_now": memory["VmRSS"],
+    }
     print(json.dumps({"event": event, **amounts, **fields}), flush=True)
 
 

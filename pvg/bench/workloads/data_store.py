@@ -33,11 +33,19 @@ SPARE = 1.15  # of the space that is estimated: lengths are drawn
 
 @dataclass(frozen=True, slots=True)
 class StoreShape:
-    """What is stored. `tokens` are the mean of a solution's; `solutions` per problem, half of them right."""
+    """What is stored. `tokens` are the mean of a solution's; `solutions` per problem, half of them right. Token ids are
+    among `ids`, characters of texts in `alphabet`."""
 
     solutions: int
     tokens: int
     seed: int
+    ids: range = range(VOCABULARY)
+    alphabet: bytes = ALPHABET
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest solution that there may be."""
+        return 4 * self.tokens
 
     @property
     def pairs_per_problem(self) -> int:
@@ -79,10 +87,12 @@ class SolutionPool:
     def __init__(self, shape: StoreShape) -> None:
         self._shape = shape
         generator = np.random.Generator(np.random.PCG64(shape.seed))
-        longest = 4 * shape.tokens
-        self._ids = generator.integers(0, VOCABULARY, POOL_TOKENS + longest, dtype=np.int32)
+        longest = shape.longest
+        self._ids = generator.integers(shape.ids.start, shape.ids.stop, POOL_TOKENS + longest, dtype=np.int32)
         self._logprobs = -generator.exponential(0.5, POOL_TOKENS + longest).astype(np.float32)
-        letters = generator.choice(np.frombuffer(ALPHABET, np.uint8), (POOL_TOKENS + longest) * CHARACTERS_PER_TOKEN)
+        letters = generator.choice(
+            np.frombuffer(shape.alphabet, np.uint8), (POOL_TOKENS + longest) * CHARACTERS_PER_TOKEN
+        )
         self._text = letters.tobytes().decode()
 
     def rollouts(self, problem: int) -> list[Rollout]:
@@ -90,7 +100,7 @@ class SolutionPool:
         shape = self._shape
         generator = np.random.Generator(np.random.PCG64((shape.seed, problem)))
         # A gamma distribution of shape 4: most solutions near the mean, a tail up to four times as long.
-        lengths = np.clip(generator.gamma(4.0, shape.tokens / 4, shape.solutions), 8, 4 * shape.tokens).astype(np.int64)
+        lengths = np.clip(generator.gamma(4.0, shape.tokens / 4, shape.solutions), 8, shape.longest).astype(np.int64)
         starts = generator.integers(0, POOL_TOKENS, shape.solutions)
         question = self._characters(int(starts[0]), PROMPT_TOKENS)
         prompt_ids = self._ids[starts[0] : starts[0] + PROMPT_TOKENS]
