@@ -112,8 +112,10 @@ class Prefetcher:
         """Cancel and await what is in flight, scores included."""
         if self._pipeline is not None:
             await self._pipeline.close()
+            for task in self._scoring:  # one whose input is still being made would ask for its scores after `drop`
+                task.cancel()
+            await asyncio.gather(*self._scoring, return_exceptions=True)
             await self._scorer.drop()
-            await asyncio.gather(*self._scoring, return_exceptions=True)  # cancelled by `drop`
 
     def _sample(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
         """Begin the role's next group."""

@@ -288,6 +288,18 @@ def test_a_score_ahead_that_fails_ends_the_next_batch(monkeypatch: pytest.Monkey
         asyncio.run(first_batch(changed(AHEAD), Failing(), starved=False, scoring=object()))
 
 
+def test_scores_ahead_that_have_not_begun_are_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VerifierScorer.drop` does not know of a call whose input is still being made."""
+    monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 2)
+
+    class Reading(Scorer):
+        async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+            await asyncio.Event().wait()
+            raise AssertionError("never")
+
+    asyncio.run(asyncio.wait_for(first_batch(changed(AHEAD), Reading(), starved=False, scoring=object()), 60.0))
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"training.minibatches": 2, "training.steps": 2 * STEPS - 1}], ids=["one step", "minibatches"]
 )
