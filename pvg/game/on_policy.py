@@ -125,10 +125,12 @@ class OnPolicySource:
 
     async def close(self) -> None:
         """Give up what is sampled ahead."""
-        if self.early is not None:
-            await self.early.close()
-        if self.prefetcher is not None:
-            await self.prefetcher.close()
+        try:
+            if self.early is not None:
+                await self.early.close()
+        finally:  # also when the wait for the early pass was cancelled
+            if self.prefetcher is not None:
+                await self.prefetcher.close()
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 

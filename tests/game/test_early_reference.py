@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,25 @@ def test_the_error_of_a_pass_reaches_the_trainer() -> None:
         await early.close()
 
     asyncio.run(work())
+
+
+def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_cancelled() -> None:
+    closed: list[str] = []
+
+    class Early:
+        async def close(self) -> None:
+            raise asyncio.CancelledError
+
+    class Ahead:
+        async def close(self) -> None:
+            closed.append("ahead")
+
+    async def close() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await OnPolicySource.close(SimpleNamespace(early=Early(), prefetcher=Ahead()))  # type: ignore[arg-type]
+
+    asyncio.run(close())
+    assert closed == ["ahead"]
 
 
 @pytest.mark.parametrize(
