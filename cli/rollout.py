@@ -60,7 +60,7 @@ def rollout(
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
     board = Board(resolved.name, run.name, rounds=1, phases=("init",))
-    with run.lock(discard=lambda: not run.state.exists()):
+    with run.lock(discard=lambda: not run.has_state):
         outcome = drive(
             work,
             watcher_for(board, resolved.telemetry.refresh_per_second),

@@ -139,7 +139,7 @@ def _play(plan: Plan, as_json: bool) -> Outcome:
     if plan.resume:
         board.recall(read_run(run))
     watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
-    with run.lock(discard=lambda: not plan.resume and not run.state.exists()):
+    with run.lock(discard=lambda: not plan.resume and not run.has_state):
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
 

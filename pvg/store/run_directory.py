@@ -181,6 +181,12 @@ class RunDirectory:
         """A call that raises StateError once the folder or its lock are not those of now any more."""
         return Unchanged(self.lock_file)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the last commit or the one before it has left its state: then nothing may discard the run."""
+        store = FileStateStore(self.state)
+        return store.path.exists() or store.previous_path.exists()
+
     def load_state(self, check: Callable[[State], None] | None = None) -> LoadedState:
         """The last valid commit, see FileStateStore.load. Changes no file.
 

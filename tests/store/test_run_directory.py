@@ -221,6 +221,17 @@ def test_what_is_not_ours_any_more_is_not_discarded(tmp_path: Path) -> None:
     assert not run.path.exists()
 
 
+def test_a_run_that_lost_its_newest_state_is_not_discarded(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    assert not run.has_state
+    FileStateStore(run.state).save({"step": 1})
+    FileStateStore(run.state).save({"step": 2})
+    run.state.unlink()
+    with pytest.raises(UsageError), run.lock(discard=lambda: not run.has_state):
+        raise UsageError("something else")
+    assert run.load_state().state == {"step": 1}
+
+
 def test_where_folders_cannot_be_locked_the_lock_file_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
