@@ -28,6 +28,8 @@ from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime
 
+SHORTEST_LOOK_S = 0.01  # between two looks of the heartbeat: each wakes the loop, however small the limits are
+
 
 @dataclass(frozen=True, slots=True)
 class LagWindow:
@@ -162,7 +164,7 @@ class Heartbeat:
 
     def __init__(self, section: Telemetry, on_look: Callable[[Alert | None], None]) -> None:
         self._limit_s = section.loop_lag_max_s
-        self._every_s = min(1.0, section.loop_lag_max_s / 4, section.stall_s / 4)
+        self._every_s = max(SHORTEST_LOOK_S, min(1.0, section.loop_lag_max_s / 4, section.stall_s / 4))
         self._on_look = on_look
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

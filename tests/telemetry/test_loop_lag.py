@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pvg.sections import Telemetry
 from pvg.telemetry.core_waits import CoreTime
 from pvg.telemetry.event_loop import runner
-from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor, warnings
+from pvg.telemetry.loop_lag import SHORTEST_LOOK_S, Heartbeat, LagWindow, LoopLagMonitor, warnings
 
 
 class Hands:
@@ -93,6 +93,11 @@ def test_a_planted_stall_is_seen_in_a_real_loop(kind: str) -> None:
     assert window.samples >= 19  # 0.4 s at 50 Hz, less the tick that was under way
     assert window.max_s >= 0.4 - 1 / 50
     assert window.p50_s <= window.p90_s <= window.p99_s <= window.max_s
+
+
+def test_the_heartbeat_looks_seldom_however_small_the_limits_are() -> None:
+    for limits in ({"stall_s": 1e-9}, {"loop_lag_max_s": 1e-9}):
+        assert Heartbeat(Telemetry(**limits), lambda blocked: None)._every_s == SHORTEST_LOOK_S
 
 
 def test_ticks_are_counted_and_taken_once() -> None:
