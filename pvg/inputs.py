@@ -57,6 +57,13 @@ def read_input(path: str | Path, most: int = TEXT_BYTES) -> bytes:
     return data
 
 
+def check_regular(file: Path) -> None:
+    """For a task's data, which may be large. Raises ConfigurationError for a FIFO, a device or a folder; a missing file
+    passes."""
+    if file.exists() and not file.is_file():
+        raise ConfigurationError(f"{file} is not a regular file.")
+
+
 def expanded(path: str | Path, where: str) -> Path:
     """`path` with `~` and `~user` replaced. Raises UsageError, naming `where` it was set, for an unknown user."""
     try:

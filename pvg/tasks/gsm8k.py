@@ -19,7 +19,7 @@ import orjson
 
 from pvg import hub
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.inputs import expanded
+from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sections import Gsm8kTask
 from pvg.tasks.answers import extract, parse_number, read
@@ -80,6 +80,8 @@ class Gsm8k:
         for folder in hub.DATA_FOLDERS:
             for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
                 if found := sorted((self._directory / folder).glob(pattern)):
+                    for file in found:
+                        check_regular(file)
                     _refuse_gaps(found)
                     return found
         raise MissingRequirementError(f"There is no file {self._directory / split}.jsonl, nor one of parquet.", REMEDY)

@@ -102,6 +102,15 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(write):
     assert [p.answer for p in open_task(section).problems("train")] == ["24"]
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_a_fifo_is_refused_and_not_waited_for(write, tmp_path, name):
+    section = write(line("How many?", "#### 24"))
+    (tmp_path / "train.jsonl").unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigurationError, match=f"{name} is not a regular file"):
+        Gsm8k(section)
+
+
 def test_missing_data_says_how_to_set_the_path(tmp_path):
     with pytest.raises(MissingRequirementError, match=r"task\.path is not set.*--set task\.path="):
         open_task(Gsm8kTask())

@@ -31,6 +31,7 @@ from typing import Any
 import orjson
 
 from pvg.errors import ConfigurationError
+from pvg.inputs import check_regular
 from pvg.sandbox import plain
 from pvg.tasks.code.problem import CodeProblem, CodeTest
 from pvg.tasks.code.solutions import WORD
@@ -57,6 +58,7 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[Entry | UnusableErr
 
     Raises ConfigurationError, naming file and line, for a line that is none of the three forms.
     """
+    check_regular(file)
     seen: dict[str, int] = {}
     for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ HUMAN_EVAL: dict[str, Any] = {
 
 def opened(folder: Path, **settings: Any) -> Code:
     return Code(CodeTask(path=folder, sandbox="reduced", workers=1, visible_tests=2, **settings))
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
+        next(read_entries(tmp_path / "train.jsonl", 2))
 
 
 def test_all_three_forms(tmp_path: Path) -> None:
