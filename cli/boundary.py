@@ -24,6 +24,7 @@ import typer
 from typer.core import TyperGroup
 
 from pvg.errors import (
+    DISK_FULL,
     EXIT_ENVIRONMENT,
     EXIT_USAGE,
     MissingRequirementError,
@@ -34,7 +35,6 @@ from pvg.errors import (
 )
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # as in pvg.store, which is not loaded for this
 # What can be wrong with a path, wherever it is first looked at.
 PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),

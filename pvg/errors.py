@@ -5,11 +5,15 @@ Everything else is a defect of ours and surfaces as the exception it is.
 
 from __future__ import annotations
 
+import errno
 import re
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
+
+# No space, no quota, and the file size limit of the process: to the user all three are "it does not fit".
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 LONGEST_WORD = 300  # characters; longer ones (a key, a value, a path) lose their middle
 LONGEST_LINE = 2000

@@ -13,7 +13,6 @@ pickle and no code reaches the disk. Importing this module loads no huggingface_
 
 from __future__ import annotations
 
-import errno
 import functools
 import re
 import signal
@@ -25,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
+from pvg.errors import DISK_FULL, ConfigurationError, MissingRequirementError, PvgError, UsageError
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -70,7 +69,6 @@ DATA_FILES = tuple(
 )
 PATTERNS: dict[Kind, tuple[str, ...]] = {"model": MODEL_FILES, "dataset": DATA_FILES}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # The settings that may hold a hub id.
 KEYS: dict[str, Kind] = {"models.prover.source": "model", "models.verifier.source": "model", "task.path": "dataset"}
 

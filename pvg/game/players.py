@@ -28,9 +28,9 @@ from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
-from pvg.sandbox.sandbox import usable_cores
 from pvg.tasks.halves import problems_of_half
 from pvg.tasks.task import Concealing, Task
+from pvg.telemetry.core_waits import usable_cores
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in
 from pvg.verifier.cache import ScoreCache

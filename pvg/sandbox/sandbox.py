@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from pvg.errors import MissingRequirementError
 from pvg.sandbox.isolation import MECHANISMS, open_first_warden
 from pvg.sandbox.records import DETERMINISTIC, CaseResult, Execution, Level, Limits, Program
 from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
+from pvg.telemetry.core_waits import usable_cores
 
 TAIL = 2000  # characters kept of what a program complains, bytes of what it prints beside its report
 LONGEST_SENTENCE = 200  # of an error
@@ -291,8 +291,3 @@ def _why_missing(status: str, said: str) -> str:
         "output": "it wrote too much",
         "threads": "it started too many threads",
     }.get(status, "it crashed or left early")
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,14 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pvg.errors import MissingRequirementError, StateError
+from pvg.errors import DISK_FULL, MissingRequirementError, StateError
 
 TEMPORARY_PREFIX = ".tmp-"
 TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # as temporary_beside makes it
 OLD_S = 3600.0  # no process writes one file for so long
-
-# No space, no quota, and the file size limit of the process: to the user all three are "it does not fit".
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DamagedFileError(StateError):

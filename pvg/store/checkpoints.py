@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pvg.errors import StateError
+from pvg.errors import DISK_FULL, StateError
 from pvg.store.atomic import (
-    DISK_FULL,
     DamagedFileError,
     disk_full,
     disk_full_explained,
