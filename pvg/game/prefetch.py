@@ -83,9 +83,11 @@ class Prefetcher:
         """By role: the number up to which its groups were begun."""
         return {role.value: queue.begun for role, queue in self._queues.items()}
 
-    def resume(self, begun: Mapping[str, int]) -> None:
-        """Continue after the groups that were `begun`."""
+    def resume(self, begun: Mapping[str, int] | int) -> None:
+        """Continue after the groups that were `begun`: by role, or, in commits of older versions, of both roles."""
         groups = self._experiment.training.groups
+        if isinstance(begun, int):
+            begun = dict.fromkeys(Role, begun)
         self._queues = {role: RoleQueue(self._orders, role, groups, begun[role.value]) for role in Role}
 
     def start(self, version: int, batch: int, batches: int) -> None:

@@ -241,6 +241,14 @@ class Orders:
             return [made_group(order.problem.id) for order in orders]
 
 
+def test_a_commit_of_an_older_pvg_says_one_number_for_both_roles() -> None:
+    prefetcher = Prefetcher(Orders(changed(AHEAD)), Scorer())  # type: ignore[arg-type]
+    prefetcher.resume(7)
+    assert prefetcher.begun == {"helpful": 7, "sneaky": 7}
+    prefetcher.resume({"helpful": 5, "sneaky": 8})
+    assert prefetcher.begun == {"helpful": 5, "sneaky": 8}
+
+
 async def first_batch(
     experiment: Experiment, scorer: Scorer, starved: bool, scoring: object = None
 ) -> tuple[list[Group], dict[str, float]]:
