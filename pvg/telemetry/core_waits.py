@@ -108,7 +108,10 @@ def crowding(metrics: Mapping[str, float]) -> str | None:
     others = max(0.0, metrics["cpu"] * cores - own)
     waits = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
     if others < LEAST_CPU:
-        return f"{waits}, and no other process ran: models.threads is more than the cores that pvg may use."
+        return (
+            f"{waits}, and hardly anything else ran: pvg's own threads and child processes are more than the cores "
+            "that it may use. Lower models.threads if it is above 1."
+        )
     return (
         f"The machine is shared: {waits}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
         "results stay the same."
