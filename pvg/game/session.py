@@ -190,11 +190,12 @@ class Session:
         self.ledger.record("alert", **place, name=alert.name, message=alert.message)
 
     def announce(self, alert: Alert, step: int) -> None:
-        """Log and show an alert, and send it to the sinks. May be called from any thread."""
-        self.ledger.log.event("alert", name=alert.name, message=alert.message, step=step)
-        self.observer.alerted(alert.name, alert.message)
+        """Send an alert to the sinks, log and show it. May be called from any thread. The sinks come first: a full disk
+        or a terminal that takes nothing may be what the alert is about."""
         if self.monitoring is not None:
             self.monitoring.send(alert)
+        self.ledger.log.event("alert", name=alert.name, message=alert.message, step=step)
+        self.observer.alerted(alert.name, alert.message)
 
     # --- committing --------------------------------------------------------------------------------------------
 
