@@ -105,12 +105,11 @@ def reward_impossibilities(experiment: Experiment) -> list[str]:
 
 def _impossible_attacks(experiment: Experiment) -> list[str]:
     """Of the impossible combinations, those of `pvg evaluate`: refused before hours of training, not after."""
-    section, minibatches = experiment.evaluate, experiment.training.minibatches
-    if not section.attacks or section.attack_window * minibatches <= section.attack_steps:
+    section = experiment.evaluate
+    if not section.attacks or section.attack_window <= section.attack_steps:
         return []
-    each = f" of {minibatches} steps each" if minibatches > 1 else ""
     return [
-        f"evaluate.attack_window = {section.attack_window} batches{each} do not fit into evaluate.attack_steps = "
+        f"evaluate.attack_window = {section.attack_window} batches do not fit into evaluate.attack_steps = "
         f"{section.attack_steps}, so no attack could succeed; raise the steps, or lower the window"
     ]
 

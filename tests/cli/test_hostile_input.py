@@ -99,7 +99,6 @@ SETTINGS = [
     ("telemetry.device_every_s=1e-9", "telemetry.device_every_s"),
     ("name=" + "n" * 300, "at most 100 characters"),
     ("evaluate.attack_window=300", "no attack could succeed"),
-    ("training.minibatches=32", "10 batches of 32 steps each do not fit"),
     ("game.reward=fifo.py:x", "not a regular file"),
     ("game.reward=mine.py:X", "a plain value"),
     ("game.reward=mine.py:L", "a plain value"),
