@@ -421,6 +421,7 @@ def oddities(experiment: Experiment) -> list[str]:
         found.append("rollout.shared_attention has no effect on rollout.decoding = 'module'; set that to 'lean'")
     if training.blocked_layers and (missing := _missing_for_blocks(experiment)):
         found.append(f"training.blocked_layers has no effect without {' and '.join(missing)}")
+    found += _odd_attacks(experiment)
     found += _idle_servers(experiment)
     found += _odd_verifiers(experiment)
     found += _odd_code(experiment)
@@ -448,6 +449,18 @@ def oddities(experiment: Experiment) -> list[str]:
         if is_set:
             found.append(f"{key} has no effect on training.loss = {training.loss!r}")
     return found
+
+
+def _odd_attacks(experiment: Experiment) -> list[str]:
+    """Of the oddities, attacks that `pvg evaluate` refuses. A run that is never evaluated needs none."""
+    section, minibatches = experiment.evaluate, experiment.training.minibatches
+    if not section.attacks or section.attack_window * minibatches <= section.attack_steps:
+        return []
+    return [
+        f"`pvg evaluate` will refuse the attacks: evaluate.attack_window = {section.attack_window} batches of "
+        f"{minibatches} steps each do not fit into evaluate.attack_steps = {section.attack_steps}; raise the steps, or "
+        "lower the window"
+    ]
 
 
 def _wrong_hub_ids(experiment: Experiment) -> list[str]:

@@ -354,6 +354,13 @@ def test_what_just_works_is_taken(tmp_path: Path, overrides: list[str]) -> None:
     load_experiment(write(tmp_path, ""), overrides)
 
 
+def test_attacks_that_an_evaluation_will_refuse_are_told_before_the_training(tmp_path: Path) -> None:
+    told = load_experiment(write(tmp_path, ""), ["training.minibatches=32"]).warnings()
+    assert any("10 batches of 32 steps each do not fit" in line for line in told)
+    told = load_experiment(write(tmp_path, ""), ["training.minibatches=16"]).warnings()
+    assert not any("attack_window" in line for line in told)
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"])
 def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str) -> None:
     error = complaint(tmp_path, f"training.loss={loss}", "rollout.group_size=1")
