@@ -28,7 +28,7 @@ from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime
 
-SHORTEST_LOOK_S = 0.01  # between two looks of the heartbeat: each wakes the loop, however small the limits are
+SHORTEST_LOOK_S = 0.001  # between two looks of the heartbeat: each wakes the loop, however small the limits are
 
 
 @dataclass(frozen=True, slots=True)
