@@ -81,7 +81,7 @@ equality: $(STAMP)  ## play five seeds with all switches slow and all fast, writ
 	$(BIN)/python docs/make_equality.py
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes; nothing else should run)
-	for profile in rollout trainer e2e contention verifier data sync loop stragglers pipeline telemetry \
+	for profile in rollout trainer e2e contention verifier data data-game sync loop stragglers pipeline telemetry \
 	  scaling-rollouts scaling-length scaling-model; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer rollout-stream trainer e2e verifier data credit loop telemetry; do \

@@ -96,7 +96,7 @@ def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(cli
             assert 0 <= p50 <= p95 <= p99
         assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"]
         work = workload.work()
-        assert work["updates"] == {"idle": 3, "loaded": 3}
+        assert work["updates"] == {"idle": 3, "loaded": 3, "stepped": 4}
         assert (work["streams"], work["completion_tokens"], work["streamed"]) == (6, 8, True)
         assert server.received["bench/00000/00000"] > 2  # before, among and after the updates
         assert server.aborted.total() == 0

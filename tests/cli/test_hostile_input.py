@@ -156,7 +156,7 @@ def test_a_file_that_is_too_large_is_not_read_whole() -> None:
 SHIPPED = [
     path.read_bytes() for kind in ("experiments", "profiles", "studies") for path in (ROOT / kind).glob("*.toml")
 ]
-REPORT = (ROOT / "docs" / "benchmarks" / "loop.json").read_bytes()
+REPORT = (ROOT / "docs" / "benchmarks" / "e2e.json").read_bytes()
 
 values = st.recursive(
     st.none().map(lambda _: "")

@@ -244,10 +244,12 @@ def test_rounds_that_are_not_finished_are_refused(measured: RunDirectory) -> Non
 
 
 def test_attacks_that_could_never_succeed_are_refused(measured: RunDirectory) -> None:
-    other = changed(evaluated_experiment(), evaluate={"attack_window": 6})
-    with pytest.raises(
-        ConfigurationError, match=r"attack_window = 6 batches do not fit into evaluate\.attack_steps = 5"
-    ):
+    """A window that no attack fills is refused with the settings, one that minibatches make too long by the command."""
+    refusal = r"attack_window = {} batches.* do not fit into evaluate\.attack_steps = 5"
+    with pytest.raises(ConfigurationError, match=refusal.format(6)):
+        changed(evaluated_experiment(), evaluate={"attack_window": 6})
+    other = changed(evaluated_experiment(), evaluate={"attack_window": 3}, training={"minibatches": 2})
+    with pytest.raises(ConfigurationError, match=refusal.format(3)):
         evaluated(measured, other, parts=("exploit",))
 
 

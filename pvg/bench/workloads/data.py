@@ -293,6 +293,10 @@ async def watched(
             child.kill()
         await child.wait()
         said = (await errors).decode(errors="replace").strip()
+        # Its pipes are closed here. Otherwise the garbage collector closes them after the event loop has ended.
+        await child.stdout.read()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            await child.stdin.wait_closed()
     if not done:
         raise _failure(child.returncode, said)
     return started, first, done, max(done["private"], float(peak.bytes))
