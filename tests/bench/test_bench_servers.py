@@ -100,7 +100,7 @@ def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(cli
         assert (work["streams"], work["completion_tokens"], work["streamed"]) == (6, 8, True)
         assert server.received["bench/00000/00000"] > 2  # before, among and after the updates
         assert server.aborted.total() == 0
-        assert server.label.endswith("/13")  # as opened, at the warm-up, and at each of twelve updates
+        assert server.label.endswith("/21")  # as opened, at the warm-up, and at each of twenty updates
 
     on_server("sync-vllm", tmp_path, (*SYNC, f"weights.client={client}"), look, samples=2)
 
