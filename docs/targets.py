@@ -192,7 +192,7 @@ TARGETS = (
         "<= 300 MB",
         "data-game.json",
         plain("peak_memory_mb_500k", "MB"),
-        "Resident memory, which includes the mapped pages of the shards, stands beside it; the kernel can free those pages.",
+        "Resident memory, with the mapped pages of the shards, stands beside it; the kernel can free those pages.",
         most=300.0,
         beside=("peak_resident_mb_500k",),
     ),
