@@ -513,7 +513,7 @@ def _device() -> list[Metric]:
             "gpu{i}_sm_activity",
             "share",
             HIGHER,
-            "Streaming multiprocessors of GPU i with at least one warp, since the sample before (GPM, Hopper or later).",
+            "Streaming multiprocessors of GPU i with at least one warp since the sample before (GPM, from Hopper on).",
         ),
         *_in(
             place,
@@ -569,15 +569,16 @@ INTRODUCTION = """# Metrics
 
 This page is for people who read or plot the metrics of a run. It lists every metric that a run emits.
 
-TensorBoard, Weights & Biases and trackio show the full name, `place/name`. `metrics.jsonl` has the same value under `name`, in
-a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist (a share of nothing) is `null`
-there, and the sinks leave it out. The last column has the name on the Prometheus endpoint (`telemetry.metrics_port`), with
-the unit as its suffix and the phase, the round or the GPU as labels. The endpoint also serves `pvg_step`, `pvg_round` and the
-counter `pvg_alerts_total` with the label `kind` ([runbook.md](runbook.md) lists the kinds).
+TensorBoard, Weights & Biases and trackio show the full name, `place/name`. `metrics.jsonl` has the same value under
+`name`, in a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist (a share of
+nothing) is `null` there, and the sinks leave it out. The last column has the name on the Prometheus endpoint
+(`telemetry.metrics_port`), with the unit as its suffix and the phase, the round or the GPU as labels. The endpoint
+also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind` ([runbook.md](runbook.md)
+lists the kinds).
 
-With `training.minibatches` above 1, several steps learn from one batch. Metrics of the batch (its rollouts, rewards and
-scores, and how it was sampled) are then only in the record of the first of these steps. Metrics of a weight update are only
-in the record of the last.
+With `training.minibatches` above 1, several steps learn from one batch. Metrics of the batch (its rollouts, rewards
+and scores, and how it was sampled) are then only in the record of the first of these steps. Metrics of a weight
+update are only in the record of the last.
 
 "Better" is the direction in which a healthy experiment moves the metric, other things being equal; a dash where there
 is none, or where two players pull in opposite directions.
