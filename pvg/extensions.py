@@ -32,7 +32,7 @@ Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
 # The settings that take one, by section.
 EXTENSIBLE = {"task": ("source",), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
 
-# What a top level can give a name to that is never called.
+# Expressions whose values nothing can call.
 PLAIN = (
     *(ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.BinOp, ast.UnaryOp, ast.Compare),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -148,7 +148,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
-    """Why what the file's top level last gives that name to cannot be meant, as far as its text shows; else "".
+    """Why the last top-level definition of that name cannot be used, as far as the source text shows; otherwise "".
 
     `training.loss` is an object and `task.source` a class; all others are called.
     """

@@ -147,7 +147,7 @@ class Prefetcher:
             self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
 
     def _check_scoring(self) -> None:
-        """Raises what the scoring in the background failed with."""
+        """Raise the exception of background scoring that failed."""
         done = {task for task in self._scoring if task.done()}
         self._scoring -= done
         errors = [error for task in done if (error := task.exception()) is not None]

@@ -4,7 +4,7 @@
     pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
 
 One sample: updates to idle servers; the streams alone; the same streams while as many updates are made back to back;
-the streams with one update a step, as training makes them; the streams alone again. A step is over when a batch of the
+the streams with one update per step, as in training; the streams alone again. A step is over when a batch of the
 experiment (training.groups x rollout.group_size) has come back. Tokens are streamed: the server sends each as it comes.
 
 An update's wall time is that of the call that tells a server to load what lies in the shared folder (the slowest
@@ -171,8 +171,8 @@ class ServersSync:
     def derived(self) -> dict[str, float]:
         """Over the updates of all samples: how many, how many a second, and percentiles of their times. Then:
         connections that generation had; the fewest requests in flight at an update; the share of the versions that
-        served tokens; how many tokens came at a time; what updates cost the streams; the lag of this process' event
-        loop, its 99th percentile (median over samples) and its worst."""
+        served tokens; how many tokens came at a time; the share of tokens/s that the streams lose to updates; the lag
+        of this process' event loop, its 99th percentile (median over samples) and its worst."""
         samples = self._loaded
         updates = [update for sample in samples for update in sample.updates]
         found = {
