@@ -4,7 +4,7 @@
     check_settings(data, "mine.toml")
 
 A FIFO or a device in place of a file would hang a command or fill its memory. Deep nesting, huge integers and NUL
-characters pass the TOML parser and break other libraries later. This module refuses both first.
+characters pass the TOML parser and break other libraries later. This module refuses all of these first.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_what_the_program_itself_does_to_the_loop_is_not_blamed_on_the_machine(t
 
 @pytest.mark.parametrize(
     ("threads", "settings", "advice"),
-    [(1, (), "cores of its own"), (2, ("models.threads",), "models.threads = 1"), (8, ("models.threads",), "lower it")],
+    [(1, (), "reserve cores"), (2, ("models.threads",), "models.threads = 1"), (8, ("models.threads",), "lower it")],
 )
 def test_fewer_threads_are_advised_where_there_are_several(
     threads: int, settings: tuple[str, ...], advice: str, tmp_path: Path
