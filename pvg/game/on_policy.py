@@ -106,7 +106,7 @@ class OnPolicySource:
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
 
-    # --- beside the trainer: sampling ahead, and the reference of what has arrived ------------------------------------
+    # --- work that overlaps with the trainer: prefetched rollouts, and their reference --------------------------------
 
     def start(self, version: int) -> None:
         """The engine has the trainer's `version`. To be called outside of spans."""

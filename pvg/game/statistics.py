@@ -123,8 +123,8 @@ def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools
 
 
 def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
-    """Of rollouts of several turns (the challenge protocol); nothing where there is none. `answers_N`: the tokens of
-    the answers, the turns that the prover sampled after its solution; -1 for rollouts of one turn."""
+    """Metrics of rollouts with several turns (the challenge protocol); empty if there are none. `answers_N`: the tokens
+    of the answers, which the prover samples after its solution; -1 for rollouts of one turn."""
     asked_N = answers_N >= 0
     if not asked_N.any():
         return {}

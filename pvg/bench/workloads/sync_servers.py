@@ -7,9 +7,9 @@ One sample: updates to idle servers; the streams alone; the same streams while a
 the streams with one update per step, as in training; the streams alone again. A step is over when a batch of the
 experiment (training.groups x rollout.group_size) has come back. Tokens are streamed: the server sends each as it comes.
 
-An update's wall time is that of the call that tells a server to load what lies in the shared folder (the slowest
-server's, of several); rpc is what the server says of its work, from the first byte of the call to its reply; queue is
-the rest. Writing the folder is `stage`, before it.
+An update's wall time is the time of the call that makes a server load the files in the shared folder (of several
+servers, the slowest one's). rpc is the server's own time, from the first byte of the call to its reply; queue is the
+rest. Writing the folder comes before that and is called `stage`.
 
 `workload.pool` is the size of generation's pool of connections: one for each stream, as an HTTP client has it that was
 sized for its streams, or some to spare. It matters only where updates share the pool (weights.client = "shared").
