@@ -80,7 +80,7 @@ def notes(report: BenchReport) -> list[str]:
     found = [f"Percentiles over the {listed} updates of all samples of a client, under {_streams(report)} streams."]
     if counts[0] < ENOUGH:
         found.append(f"p99 of fewer than {ENOUGH} updates is hardly more than the largest of them.")
-    found.append(f"Of the tokens/s before and after, updates cost: {_costs(report)}.")
+    found.append(f"Updates reduce the streams' tokens/s by {_costs(report)}.")
     found += [f"{_client(value['label'])}: {value['says']}." for value in _sweep(report) if value.get("says")]
     return found
 

@@ -69,8 +69,8 @@ def load(key: str, name: str, kind: type = object) -> Any:
     found = getattr(module, attribute)
     fits = callable(found) if kind is object else isinstance(found, kind)
     if not fits:
-        wanted = "something that can be called" if kind is object else f"a {kind.__name__}"
-        raise ConfigurationError(f"{key}: {attribute!r} of {path} is a {type(found).__name__}, and should be {wanted}.")
+        wanted = "a function or a class" if kind is object else f"a {kind.__name__}"
+        raise ConfigurationError(f"{key}: {attribute!r} of {path} is a {type(found).__name__}, but must be {wanted}.")
     return found
 
 
@@ -156,12 +156,12 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
     if not found:
         return ""
     if isinstance(found[-1], ast.Assign | ast.AnnAssign):
-        return "is a plain value, and should be code" if isinstance(found[-1].value, PLAIN) else ""
-    wanted = {"training.loss": "a PolicyLoss", "task.source": "a class"}.get(key, "something that can be called")
+        return "is a plain value, but must be code" if isinstance(found[-1].value, PLAIN) else ""
+    wanted = {"training.loss": "a PolicyLoss", "task.source": "a class"}.get(key, "a function or a class")
     if isinstance(found[-1], ast.AsyncFunctionDef):
-        return f"is an async function, and should be {wanted}"
+        return f"is an async function, but must be {wanted}"
     if isinstance(found[-1], ast.FunctionDef) and key == "training.loss":
-        return f"is a function, and should be {wanted}"
+        return f"is a function, but must be {wanted}"
     return ""
 
 

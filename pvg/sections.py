@@ -417,7 +417,7 @@ class Serving(Section):
     share_prefix: bool = True  # prompts that begin alike are computed once; false: every request has a salt of its own
     seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
     connect_timeout_s: Positive = 5.0
-    probe_every_s: Annotated[float, Field(ge=0.01)] = 2.0  # how often each server is asked whether it lives
+    probe_every_s: Annotated[float, Field(ge=0.01)] = 2.0  # how often pvg checks each server
     probe_timeout_s: Positive = 15.0  # a server that is silent for longer is given up until it answers
     unavailable_s: Positive = 120.0  # how long a request waits for any server to come back
     retries: Annotated[int, Field(ge=0)] = 5  # of one request, after failures of servers
