@@ -265,8 +265,8 @@ def calibration_view(session: Session) -> tuple[PairView, str]:
     if 0 < correct < count:
         return held_out, ""
     reason = (
-        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are taken on all "
-        "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
+        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are computed from all "
+        "minted solutions, including those used for training. Raise game.mint_problems or verifier.held_out."
     )
     return PairView(shards, infos), reason
 
