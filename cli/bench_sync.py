@@ -54,9 +54,9 @@ def update_cells(report: BenchReport) -> Cells:
 
 
 def cost_cells(report: BenchReport) -> Cells:
-    """By client: what the streams got in tokens/s, before the updates, while they were made back to back and once a
-    step, and after them; how many updates came per second back to back (those that wait come less often, and cost
-    less); the medians of an update's parts, in ms."""
+    """By client: the streams' tokens/s before the updates, with updates back to back, with one update per step, and
+    after the updates; the updates per second back to back (slow updates are fewer, and cost less); the medians of an
+    update's parts, in ms."""
     rates = _rates(report)
     told = (f"tokens/s {RATES[when]}" for when in rates)
     header = ("client", *told, "updates /s", *(f"{part} p50" for part in PARTS))
@@ -80,19 +80,19 @@ def notes(report: BenchReport) -> list[str]:
     found = [f"Percentiles over the {listed} updates of all samples of a client, under {_streams(report)} streams."]
     if counts[0] < ENOUGH:
         found.append(f"p99 of fewer than {ENOUGH} updates is hardly more than the largest of them.")
-    found.append(f"Of the tokens/s before and after, updates cost: {_costs(report)}.")
+    found.append(f"Updates reduce the streams' tokens/s by {_costs(report)}.")
     found += [f"{_client(value['label'])}: {value['says']}." for value in _sweep(report) if value.get("says")]
     return found
 
 
 def _rates(report: BenchReport) -> list[str]:
-    """Those of RATES that were measured: older reports know no updates once a step."""
+    """The RATES that the report has: older reports have no updates once a step."""
     samples = next(variant.samples for variant in report.variants if _told(variant))
     return [when for when in RATES if f"tokens_per_s_{when}" in samples]
 
 
 def _costs(report: BenchReport) -> str:
-    """What the last client's updates cost the streams, by how often they are made."""
+    """The share of tokens/s that the streams lose to the last client's updates, by their frequency."""
     variant = next(variant for variant in reversed(report.variants) if _told(variant))
     rates = {when: median(variant.samples[f"tokens_per_s_{when}"].values) for when in _rates(report)}
     alone = (rates["before"] + rates["after"]) / 2

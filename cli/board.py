@@ -41,7 +41,7 @@ class Board:
     rounds_done: dict[int, dict[str, float]] = field(default_factory=dict)
     phase_seconds: dict[tuple[int, str], float] = field(default_factory=dict)
     alerts: list[tuple[str, str]] = field(default_factory=list)
-    newest: dict[str, float] = field(default_factory=dict)  # of each metric that a step of the phase has told
+    newest: dict[str, float] = field(default_factory=dict)  # value of each metric that a step of the phase has reported
 
     def __post_init__(self) -> None:
         self.started = self.clock()
@@ -73,7 +73,7 @@ class Board:
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         self.phase_seconds[info.round, info.phase] = self.clock() - self.phase_began
         self.done = info.total
-        # What a step told is not told again.
+        # Metrics that a step has reported are not reported again.
         self._record({name: value for name, value in metrics.items() if name not in self.newest}, info.phase)
 
     def finish_round(self, round_: int, metrics: Mapping[str, float]) -> None:

@@ -35,7 +35,7 @@ from pvg.errors import (
 )
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: apart from every code a check or a user's mistake gives
-# What can be wrong with a path, wherever it is first looked at.
+# What can be wrong with a path, by the number of the OSError: the kind of error, and the remedy.
 PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),
     errno.ELOOP: (UsageError, "The link leads to itself; name another path."),
@@ -46,9 +46,9 @@ PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.EEXIST: (UsageError, "Something else is needed there; move it away."),
     errno.EROFS: (
         MissingRequirementError,
-        "Make the file system writable, or copy the folder to a disk that can be written and work there.",
+        "Make the file system writable, or copy the folder to a writable disk and work there.",
     ),
-    errno.EIO: (MissingRequirementError, "Check the disk; what is damaged on it must be restored from a copy."),
+    errno.EIO: (MissingRequirementError, "Check the disk, and restore damaged files from a copy."),
     errno.ESTALE: (MissingRequirementError, "Check the network file system, and try again."),
     errno.EMFILE: (MissingRequirementError, "Raise the limit on open files (ulimit -n), and try again."),
 }
@@ -102,7 +102,7 @@ def _shortened(path: object) -> str:
 
 
 def _was_printing(trace: TracebackType | None) -> bool:
-    """Whether an error came out of a print: the run's own files are written by other packages."""
+    """Whether printing raised the error. Other packages write the run's own files."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] in PRINTING
 
@@ -156,7 +156,7 @@ class Border:
             self._no_room(error)
         elif isinstance(error, OSError) and error.errno in PATH_MISTAKES:
             kind_of, remedy = PATH_MISTAKES[error.errno]
-            path = error.filename2 or error.filename  # of a rename, where it leads
+            path = error.filename2 or error.filename  # filename2: the target of a rename
             self._mistake(kind_of(f"{_shortened(path)}: {error.strerror}." if path else f"{error.strerror}.", remedy))
         elif isinstance(error, Exception) and not isinstance(
             error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
@@ -212,8 +212,8 @@ class Commands(TyperGroup):
 
 
 class UsageDocument:
-    """Makes the text of a usage error that passes through printable, and writes its JSON document; typer prints the
-    text and exits with 2."""
+    """Makes the text of a usage error printable, and writes its JSON document. typer prints the text and exits with
+    2."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json

@@ -30,7 +30,7 @@ class Plan:
 
 
 def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan:
-    """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists. Its hub ids get their commits."""
+    """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists. Its hub ids get a commit."""
     experiment = pinned(experiment, say)
     root = experiment.store.root
     wanted = f"{experiment.name}{suffix}" if name is None else name
@@ -59,8 +59,8 @@ def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, cl
     """The run to go on with: `run_name`, or where that is empty the newest unfinished one of the experiment.
 
     Without an experiment's name the run's own settings are taken, with the overrides on top. Raises StateError that
-    names the difference when settings that change the outcome are not those of the run. `clean`: a run that turns out
-    to be complete loses the unfinished files that a process killed after its last commit has left.
+    names the difference when settings that change the outcome are not those of the run. `clean`: if the run is
+    complete, remove the unfinished files of a process that was killed after its last commit.
     """
     given = resolve(name, overrides) if name else None
     root = given.store.root if given else _root(overrides)
@@ -105,7 +105,7 @@ def _newest(root: Path, experiment: str) -> RunDirectory:
 
 
 def _refuse_unplayable(run: RunDirectory, clean: bool) -> None:
-    run.load_state()  # says what is wrong with it
+    run.load_state()  # raises an error if the state is damaged or lost
     summary = read_run(run)
     if summary.status == "complete":
         removed = _cleaned(run) if clean and os.access(run.path, os.W_OK) else 0

@@ -51,7 +51,7 @@ def study(  # noqa: PLR0917  (each is an option)
             "--threads",
             min=1,
             metavar="N",
-            help="Threads of each game; by default 1 for small models.",
+            help="Threads per game. Default: 1 for small models, else the cores divided by the processes.",
         ),
     ] = None,
     runs: RunsOption = Path("runs"),

@@ -56,7 +56,7 @@ def label_of(gain: Gain) -> str:
 
 
 def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
-    """A ratio with its interval; in bold where it is `marked`."""
+    """A ratio with its interval; in bold if it is `marked`."""
     if ratio is None:
         return ""
     times = f"{ratio.ratio:.2f}x"

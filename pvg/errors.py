@@ -22,7 +22,7 @@ _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def visible(text: str) -> str:
-    """`text` with every character that a terminal would not print, but for line ends, as an escape: \\x1b, \\udc80."""
+    """`text` with every unprintable character except line ends as an escape: \\x1b, \\udc80."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -40,15 +40,15 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs an extra of pvg. It needs a checkout: `pvg` of the package index is another project."""
+    """The command that installs an extra of pvg. It needs a checkout: `pvg` on the package index is another project."""
     return f"pip install -e '.[{extra}]' (in a checkout of pvg)"
 
 
 class PvgError(Exception):
     """Base of the errors the command line prints without a traceback.
 
-    `message` says what is wrong in one line; `remedy` says what mends it (a command where there is one). Both pass
-    through `one_line`, since they may quote what a user or a file said.
+    `message` says what is wrong in one line; `remedy` says what to do (a command if there is one). Both pass through
+    `one_line`, because they may quote a user's input or a file.
     """
 
     exit_code = EXIT_USAGE

@@ -46,7 +46,7 @@ from pvg.sections import (
     Weights,
 )
 
-# Runs are folders of this name, with a number behind it where several have it; most file systems end at 255 bytes.
+# Runs are folders of this name, with a number if there are several; most file systems allow 255 bytes.
 LONGEST_NAME = 100
 # Sections that do not change what is computed: they may differ between a run and its resumption.
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate"})
@@ -208,7 +208,8 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
-    """The data of a TOML text. Raises ConfigurationError, naming `origin`, for what is no TOML or no settings."""
+    """The data of a TOML text. Raises ConfigurationError, which names `origin`, for invalid TOML and impossible
+    values."""
     try:
         data = tomllib.loads(text)
     except RecursionError:
@@ -239,7 +240,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """TOML where the text parses as one TOML value, a plain string where it does not."""
+    """The TOML value if the text is one, otherwise the text as a string."""
     try:
         found = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

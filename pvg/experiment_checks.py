@@ -104,7 +104,7 @@ def reward_impossibilities(experiment: Experiment) -> list[str]:
 
 
 def _impossible_attacks(experiment: Experiment) -> list[str]:
-    """Of the impossible combinations, those of `pvg evaluate`: refused before hours of training, not after."""
+    """Impossible settings of `pvg evaluate`. They are refused before hours of training, not after."""
     section = experiment.evaluate
     if not section.attacks or section.attack_window <= section.attack_steps:
         return []
@@ -464,7 +464,7 @@ def _odd_attacks(experiment: Experiment) -> list[str]:
 
 
 def _wrong_hub_ids(experiment: Experiment) -> list[str]:
-    """Of the impossibilities, those of `hf:OWNER/NAME`. The hub itself is not asked."""
+    """Hub ids of the wrong form. This sends no request to the hub."""
     found = []
     for key, source in hub.hub_ids(experiment):
         try:

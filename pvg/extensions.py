@@ -32,7 +32,7 @@ Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
 # The settings that take one, by section.
 EXTENSIBLE = {"task": ("source",), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
 
-# What a top level can give a name to that is never called.
+# Expressions whose values nothing can call.
 PLAIN = (
     *(ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.BinOp, ast.UnaryOp, ast.Compare),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -69,8 +69,8 @@ def load(key: str, name: str, kind: type = object) -> Any:
     found = getattr(module, attribute)
     fits = callable(found) if kind is object else isinstance(found, kind)
     if not fits:
-        wanted = "something that can be called" if kind is object else f"a {kind.__name__}"
-        raise ConfigurationError(f"{key}: {attribute!r} of {path} is a {type(found).__name__}, and should be {wanted}.")
+        wanted = "a function or a class" if kind is object else f"a {kind.__name__}"
+        raise ConfigurationError(f"{key}: {attribute!r} of {path} is a {type(found).__name__}, but must be {wanted}.")
     return found
 
 
@@ -148,7 +148,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
-    """Why what the file's top level last gives that name to cannot be meant, as far as its text shows; else "".
+    """Why the last top-level definition of that name cannot be used, as far as the source text shows; otherwise "".
 
     `training.loss` is an object and `task.source` a class; all others are called.
     """
@@ -156,12 +156,12 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
     if not found:
         return ""
     if isinstance(found[-1], ast.Assign | ast.AnnAssign):
-        return "is a plain value, and should be code" if isinstance(found[-1].value, PLAIN) else ""
-    wanted = {"training.loss": "a PolicyLoss", "task.source": "a class"}.get(key, "something that can be called")
+        return "is a plain value, but must be code" if isinstance(found[-1].value, PLAIN) else ""
+    wanted = {"training.loss": "a PolicyLoss", "task.source": "a class"}.get(key, "a function or a class")
     if isinstance(found[-1], ast.AsyncFunctionDef):
-        return f"is an async function, and should be {wanted}"
+        return f"is an async function, but must be {wanted}"
     if isinstance(found[-1], ast.FunctionDef) and key == "training.loss":
-        return f"is a function, and should be {wanted}"
+        return f"is a function, but must be {wanted}"
     return ""
 
 

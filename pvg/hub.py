@@ -1,11 +1,11 @@
-"""Models and datasets of the Hugging Face hub, named `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
+"""Models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
 
     experiment = pinned(experiment, say)                    # each hub id with its commit: hf:OWNER/NAME@<commit>
-    fetch_all(experiment, say)                              # downloads what the cache does not hold
-    folder = fetch("hf:OWNER/NAME@<commit>", "model")       # where the files lie on this machine
+    fetch_all(experiment, say)                              # downloads the files that the cache lacks
+    folder = fetch("hf:OWNER/NAME@<commit>", "model")       # the folder of the files on this machine
 
 huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
-HF_HUB_OFFLINE, HF_ENDPOINT. It retries a connection that breaks, and keeps the files that are complete.
+HF_HUB_OFFLINE, HF_ENDPOINT. It retries broken connections, and keeps complete files.
 
 Invariant: of a model only safetensors, JSON and text are downloaded, of a dataset only parquet and JSON lines. So no
 pickle and no code reaches the disk. Importing this module loads no huggingface_hub.
@@ -60,7 +60,7 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-DATA_FOLDERS = ("", "main/", "data/")  # of a repository, where the splits may lie; "main" is the gsm8k of two variants
+DATA_FOLDERS = ("", "main/", "data/")  # folders of a repository that may hold the splits; openai/gsm8k uses "main"
 DATA_FILES = tuple(
     f"{folder}{split}{ending}"
     for folder in DATA_FOLDERS
@@ -95,7 +95,7 @@ class HubId:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """The files of one repository: how many there are, and what the cache lacks of them (`size` in bytes)."""
+    """The files of one repository: their number, and the number and size in bytes of those that the cache lacks."""
 
     files: int
     missing: int
@@ -112,7 +112,7 @@ def is_hub_id(source: str) -> bool:
 
 
 def parse(source: str) -> HubId:
-    """Raises ConfigurationError for what no repository or revision can be called."""
+    """Raises ConfigurationError for an impossible name of a repository or a revision."""
     found = HUB_ID.fullmatch(source)
     if found is None or len(found["repository"]) > LONGEST or ".." in source or "--" in found["repository"]:
         raise ConfigurationError(f"{source[:LONGEST]!r} is no id of the Hugging Face hub.", FORM)
@@ -130,7 +130,7 @@ def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list
 
 
 def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> Experiment:
-    """The experiment with the commit in each hub id among `keys`. Asks the hub for those that name none.
+    """The experiment with a commit in each hub id among `keys`. Asks the hub for the commits that are not given.
 
     Raises what `resolve` raises.
     """
@@ -140,7 +140,7 @@ def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)
 
 
 def pinned_as(experiment: Experiment, earlier: Experiment) -> Experiment:
-    """The experiment with the commits of `earlier` (of the run that is resumed), where a hub id names no revision."""
+    """The experiment, in which hub ids without a revision get the commits of `earlier` (the run that is resumed)."""
     before = dict(hub_ids(earlier))
     for key, source in hub_ids(experiment):
         hub_id = parse(source)
@@ -161,8 +161,8 @@ def _with(experiment: Experiment, key: str, source: str) -> Experiment:
 
 
 def resolve(hub_id: HubId, kind: Kind, say: Say) -> HubId:
-    """The hub id with its commit. Without an answer from the hub this is the commit that the cache has for the
-    revision, and `say` gets a sentence about it.
+    """The hub id with its commit. If the hub does not answer, this is the commit that the cache has for the revision,
+    and `say` gets a sentence about it.
 
     Raises UsageError for a repository or a revision that does not exist, MissingRequirementError when the hub does not
     answer and the cache holds nothing.
@@ -177,7 +177,7 @@ def resolve(hub_id: HubId, kind: Kind, say: Say) -> HubId:
 
 @functools.cache
 def _commit(hub_id: HubId, kind: Kind) -> tuple[str, str]:
-    """(commit, notice). A process asks once, so all its models are of one commit."""
+    """(commit, notice). A process asks once, so all its models have the same commit."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import RevisionResolutionError
 
@@ -197,7 +197,7 @@ def _commit(hub_id: HubId, kind: Kind) -> tuple[str, str]:
 
 
 def download_of(source: str, kind: Kind) -> Download:
-    """What `fetch` would download; only file names and sizes are asked for. Raises what `fetch` raises."""
+    """What `fetch` would download. Asks only for file names and sizes. Raises what `fetch` raises."""
     hub_id = resolve(parse(source), kind, lambda notice: None)
     with _explained(hub_id, kind):
         files = _listed(hub_id, kind)
@@ -210,11 +210,10 @@ def _to_stderr(line: str) -> None:
 
 
 def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
-    """The folder with the files of a hub id. Files that the cache lacks are downloaded first; a commit whose files are
-    all in the cache needs no network. `say` gets a line before a download, and huggingface_hub draws its progress on a
-    terminal.
+    """The folder with the files of a hub id. Downloads the files that the cache lacks; a commit that is complete in the
+    cache needs no network. `say` gets a line before a download, and huggingface_hub shows its progress on a terminal.
 
-    Raises what `resolve` raises, MissingRequirementError for a gated repository, a download that stops and a full disk,
+    Raises what `resolve` raises; MissingRequirementError for a gated repository, a download that stops and a full disk;
     and ConfigurationError for a repository without safetensors, or without train and test files.
     """
     from huggingface_hub import snapshot_download
@@ -242,8 +241,8 @@ def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
 
 
 def _cached(hub_id: HubId, kind: Kind) -> Path | None:
-    """The folder of a revision in the cache; None where files are missing. huggingface_hub knows which files there
-    should be, unless an old version of it filled the cache: then the folder is taken as it is."""
+    """The folder of a revision in the cache; None if files are missing. huggingface_hub knows the files of a revision,
+    unless an old version filled the cache. Then the folder is used without this check."""
     from huggingface_hub import snapshot_download
 
     asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
@@ -257,7 +256,8 @@ def _cached(hub_id: HubId, kind: Kind) -> Path | None:
 
 
 def fetch_all(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
-    """`fetch` every hub id among `keys`, before something opens it that has no room for a progress bar."""
+    """`fetch` every hub id among `keys`. Call it before the live display starts, which has no room for a progress
+    bar."""
     for source, kind in dict.fromkeys((source, KEYS[key]) for key, source in hub_ids(experiment, keys)):
         fetch(source, kind, say)
 
@@ -269,7 +269,7 @@ def cache_folder() -> Path:
 
 
 def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
-    """The files that pvg reads of a pinned repository. Raises ConfigurationError when they are not enough."""
+    """The files that pvg reads of a pinned repository. Raises ConfigurationError if required files are missing."""
     from huggingface_hub import HfApi, snapshot_download
 
     asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
@@ -301,7 +301,7 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[None]:
-    """huggingface_hub draws some of its progress bars where no terminal is."""
+    """Hide progress bars unless `shown`: huggingface_hub draws some of them without a terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if shown or are_progress_bars_disabled():
@@ -316,8 +316,8 @@ def _progress(*, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def _stoppable() -> Iterator[type[tqdm]]:
-    """A class of progress bars that end the download once SIGINT has come. Without it huggingface_hub waits until the
-    files in transfer are complete, which may take an hour."""
+    """A class of progress bars that end the download after SIGINT. Without it huggingface_hub waits for the files in
+    transfer, which may take an hour."""
     from huggingface_hub.utils.tqdm import tqdm
 
     stopped = threading.Event()
@@ -325,7 +325,7 @@ def _stoppable() -> Iterator[type[tqdm]]:
     class StoppableBar(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
             if stopped.is_set():
-                raise KeyboardInterrupt  # in the thread of one file, which removes what it has of it
+                raise KeyboardInterrupt  # in the thread of one file, which removes its incomplete file
             shown: bool | None = super().update(n)
             return shown
 
@@ -348,12 +348,12 @@ def _stoppable() -> Iterator[type[tqdm]]:
 
 
 class UnreachableError(MissingRequirementError):
-    """The hub does not answer, or is not to be asked."""
+    """The hub does not answer, or HF_HUB_OFFLINE forbids to ask it."""
 
 
 @contextmanager
 def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator[None]:
-    """Turns what huggingface_hub raises into an error of pvg: what is wrong with which repository, and what to do."""
+    """Turn an exception of huggingface_hub into an error of pvg that names the repository and says what to do."""
     try:
         yield
     except PvgError:
@@ -368,7 +368,7 @@ def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator
 def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: bool) -> PvgError | None:
     from huggingface_hub import errors
 
-    # Of transport errors the base class of huggingface_hub's HTTP client, which is another one in each major version.
+    # The base class of transport errors. huggingface_hub's HTTP client differs between major versions.
     transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     if isinstance(error, errors.HfHubHTTPError):
         return _refusal(error, hub_id, kind)
@@ -387,7 +387,7 @@ def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: b
 
 
 def _disk_error(error: OSError, hub_id: HubId) -> PvgError:
-    """`error` has no number when a downloaded file has not the size that the hub names."""
+    """`error` has no errno if the size of a downloaded file differs from the size that the hub gives."""
     if error.errno is None:
         return MissingRequirementError(f"The download of {hub_id.repository} is damaged: {_first_line(error)}", AGAIN)
     if error.errno in DISK_FULL:
@@ -398,7 +398,7 @@ def _disk_error(error: OSError, hub_id: HubId) -> PvgError:
 
 
 def _refusal(error: Any, hub_id: HubId, kind: Kind) -> PvgError:
-    """What an HTTP status of the hub means. `error` is an HfHubHTTPError."""
+    """The error of pvg for an HTTP status of the hub. `error` is an HfHubHTTPError."""
     from huggingface_hub import errors
 
     page = f"{_host()}/{'datasets/' if kind == 'dataset' else ''}{hub_id.repository}"

@@ -1,11 +1,10 @@
-"""Guards for what a user hands over: the files that a command reads, and the settings in them.
+"""Checks of user input: the files that a command reads, and the settings in them.
 
     data = tomllib.loads(read_input(Path("mine.toml")).decode())
     check_settings(data, "mine.toml")
 
 A FIFO or a device in place of a file would hang a command or fill its memory. Deep nesting, huge integers and NUL
-characters pass the TOML parser and break libraries further down. Both are refused here, before anything else looks at
-them.
+characters pass the TOML parser and break other libraries later. This module refuses all of these first.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ LARGEST = 2**63 - 1  # JSON libraries and manifests hold 64-bit integers
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opening a FIFO would wait for its writer."""
+    """Open without blocking: opening a FIFO would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def open_input(path: str | Path) -> BufferedReader:
     """A regular file, opened for reading.
 
-    Raises OSError, with a text for the user in `strerror`, for anything else: a folder, a FIFO, a device.
+    Raises OSError for a folder, a FIFO or a device; its `strerror` is a text for the user.
     """
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
@@ -49,7 +48,7 @@ def open_input(path: str | Path) -> BufferedReader:
 
 
 def read_input(path: str | Path, most: int = TEXT_BYTES) -> bytes:
-    """The bytes of a regular file. Raises OSError as `open_input` does, and for a file of more than `most` bytes."""
+    """The bytes of a regular file. Raises OSError as `open_input` does, and for a file larger than `most` bytes."""
     with open_input(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -65,7 +64,8 @@ def check_regular(file: Path) -> None:
 
 
 def expanded(path: str | Path, where: str) -> Path:
-    """`path` with `~` and `~user` replaced. Raises UsageError, naming `where` it was set, for an unknown user."""
+    """`path` with `~` and `~user` replaced. Raises UsageError for an unknown user; the message names the setting
+    `where`."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -74,14 +74,14 @@ def expanded(path: str | Path, where: str) -> Path:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """`text` with its middle left out where it is longer than `most` characters; what cannot be printed is escaped."""
+    """`text` without its middle if it is longer than `most` characters; unprintable characters are escaped."""
     text = text if text.isprintable() else text.encode("unicode_escape").decode()
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...{text[3 - half :]}"
 
 
 def check_settings(data: dict[str, Any], origin: str) -> None:
-    """Raises ConfigurationError, naming key and `origin`, for data that no setting can hold: nesting deeper than
+    """Raises ConfigurationError, which names key and `origin`, for values that no setting can hold: nesting deeper than
     DEEPEST, integers beyond 64 bits, numbers that are not finite, NUL characters, dates."""
     for key, value, depth in _walk(data):
         if complaint := _complaint(value, depth) or ("has a NUL character in its key" if "\0" in key else ""):
@@ -89,7 +89,7 @@ def check_settings(data: dict[str, Any], origin: str) -> None:
 
 
 def _walk(data: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """(dotted key, value, depth) of everything in the data, without recursion; not below what is too deep."""
+    """(dotted key, value, depth) of everything in the data, without recursion."""
     waiting: list[tuple[str, Any, int]] = [(key, value, 1) for key, value in data.items()]
     while waiting:
         key, value, depth = waiting.pop()

@@ -136,7 +136,7 @@ class Models(Section):
     prover: ModelSection = ModelSection()
     verifier: ModelSection = ModelSection(source="embedded:modchain-verifier")
     device: Device = "auto"
-    # 0: one for narrow provers, all cores for others (pvg/models/compute.py)
+    # 0: one thread for provers of a width below 512, all cores for others (pvg/models/compute.py)
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
 
@@ -175,8 +175,8 @@ class Rollouts(Section):
     # "lean": a decoding step of pvg's own for Llama-like models, compared with the model's logits when the engine opens
     # (other models go through transformers, and events.log says so); "module": all through transformers
     decoding: Literal["lean", "module"] = "lean"
-    # "continuous": requests join as rows finish, and rollouts are handed over as they finish (lean decoding only);
-    # "whole": a batch is decoded to its end and handed over then. Neither is faster on a CPU: see docs/pipeline.md.
+    # "continuous": requests join as rows finish, and each rollout is returned when it finishes (lean decoding only);
+    # "whole": a batch is decoded to its end and then returned. Neither is faster on a CPU: see docs/pipeline.md.
     batching: Literal["continuous", "whole"] = "continuous"
     grading: Literal["thread", "loop"] = "thread"  # where completions are decoded and graded; "loop": all else waits
     routed_experts: bool = False  # the experts that a mixture-of-experts model chose for each token travel with its
@@ -250,7 +250,7 @@ class Training(Section):
     micro_batch_rollouts: Count | None = None
     accumulation_steps: Count | None = None  # None: as many as the token budget needs
     bucketing: bool = True  # micro-batches of rows of like length; false: in arrival order, sized for the longest row
-    # each distinct prompt of a micro-batch, and each distinct row, is computed once; false: every row by itself, padded
+    # each distinct prompt and each distinct row of a micro-batch is computed once; false: each row separately, padded
     shared_prompts: bool = True
     learning_rate: Positive = 1e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
@@ -359,7 +359,7 @@ class Game(Section):
     mixture_window: Count = 2
     stop: Literal["steps", "score_parity"] = "steps"
     stop_ema: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
-    stop_min_steps: Annotated[int, Field(ge=0)] = 10  # score_parity: batches before it may end a phase
+    stop_min_steps: Annotated[int, Field(ge=0)] = 10  # score_parity: the fewest batches of a phase
     # What the prover writes: "direct", solutions; "decoupled", translations of a solver's solutions: faithful ones keep
     # its answer, sneaky ones lead to another, wrong one; "challenge", solutions and answers to the verifier's questions
     protocol: Literal["direct", "decoupled", "challenge"] = "direct"
@@ -417,7 +417,7 @@ class Serving(Section):
     share_prefix: bool = True  # prompts that begin alike are computed once; false: every request has a salt of its own
     seeded: bool = True  # each request brings its seed; false: faster sampling on a GPU, nothing is repeatable
     connect_timeout_s: Positive = 5.0
-    probe_every_s: Annotated[float, Field(ge=0.01)] = 2.0  # how often each server is asked whether it lives
+    probe_every_s: Annotated[float, Field(ge=0.01)] = 2.0  # how often pvg checks each server
     probe_timeout_s: Positive = 15.0  # a server that is silent for longer is given up until it answers
     unavailable_s: Positive = 120.0  # how long a request waits for any server to come back
     retries: Annotated[int, Field(ge=0)] = 5  # of one request, after failures of servers

@@ -1,11 +1,11 @@
-"""Processes that keep cores busy while a benchmark measures, as other programs on the machine would.
+"""Processes that keep cores busy during a benchmark, as other programs on the machine would.
 
     with busy_processes(2):
-        ...                         # two processes compute, each in a session of its own
+        ...                         # two processes compute, each in its own session
 
-Each is a session of its own because Linux shares the cores between sessions first (autogroup): a program in another
-terminal is one too. A process ends when its standard input does, so it also ends when its owner is killed in any way.
-It ends after LIMIT_S in any case.
+Each process has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
+another terminal has its own session too. A process ends when its standard input ends, so it also ends when its owner is
+killed. It ends after LIMIT_S in any case.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 LIMIT_S = 600.0
-TURNS = 20_000  # between two looks at the standard input: about a millisecond
+TURNS = 20_000  # loop turns between two checks of the standard input: about a millisecond
 
 
 @contextmanager
 def busy_processes(count: int, limit_s: float = LIMIT_S) -> Iterator[list[int]]:
-    """The numbers of `count` processes that all compute when the block begins; none is left when it ends."""
+    """The process ids of `count` processes. All of them compute when the block begins; none is left when it ends."""
     with ExitStack() as stack:
         processes = [stack.enter_context(_busy_process(limit_s)) for _ in range(count)]
         for process in processes:

@@ -90,7 +90,7 @@ class Side:
 class Comparison:
     """What two reports say of each other; `metrics` has what matters first. `tested` counts those that could differ,
     `confidence` is that of each single interval, and `left_out` says what stands in one report only. `peak_memory`: by
-    name A's and B's bytes; with one value a side, no verdict follows from it."""
+    name, the bytes of A and of B. There is one value per side, so there is no verdict."""
 
     a: Side
     b: Side

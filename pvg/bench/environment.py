@@ -64,8 +64,8 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
 
 
 def torch_threads(setting: int) -> int | None:
-    """Threads of torch's matrix products where `models.threads` is `setting`, after the variants were measured; None
-    where nothing has imported torch."""
+    """Threads of torch's matrix products if `models.threads` is `setting`. Call it after the variants were measured.
+    None if nothing has imported torch."""
     if "torch" not in sys.modules:
         return None
     from pvg.models.compute import ComputeExecutor

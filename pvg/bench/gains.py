@@ -2,8 +2,8 @@
 
     for gain in gains(report): print(gain.variant.label, gain.step.ratio)
 
-A ratio above 1 is always better, whichever way the measure points. Variants that did other work have no ratio. Where
-samples were taken in turn, a ratio is the median of the rounds' ratios.
+A ratio above 1 is better for every measure. Variants that did other work have no ratio. If samples were taken in turn,
+a ratio is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gain:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval of `step` leaves out 1."""
+        """Whether the interval of `step` does not contain 1."""
         return self.step is not None and not self.step.low <= 1.0 <= self.step.high
 
 

@@ -79,8 +79,8 @@ class Tune(Section):
 class Profile(Section):
     """A profile's file, validated. `profile` names the workload; `headline` is the measure that tables compare.
 
-    `sweep` is measured where nothing else is asked for; `interleave`: its samples are taken in turn unless asked
-    otherwise. `on_servers` names the profile that takes this one's place where the engine is vLLM.
+    `sweep` is measured by default; `interleave`: its variants take turns by default. `on_servers` names the profile
+    that replaces this one if the engine is vLLM.
     """
 
     profile: str

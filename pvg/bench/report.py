@@ -130,7 +130,7 @@ class BenchReport(Record):
     warmup: int
     repeats: int
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
-    peak_memory: dict[str, float] = {}  # bytes, of the whole call: rss_bytes, and gpu_bytes where there is a GPU
+    peak_memory: dict[str, float] = {}  # bytes, over the whole call: rss_bytes, and gpu_bytes if torch used a GPU
 
     @model_validator(mode="after")
     def _holds_together(self) -> BenchReport:

@@ -26,7 +26,7 @@ from pvg.errors import EXIT_CHECK_FAILED, PvgError
 from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer
 from pvg.telemetry.training_time import trained_seconds
 
-RESET = "reset"  # the part in which a workload goes back to its start, or measures its own pace: no real step does that
+RESET = "reset"  # the part in which a workload returns to its start or calibrates itself; real steps have none
 WALL = "wall_s"
 WALL_MEASURE = Measure("s", "lower", "wall time of one sample")
 

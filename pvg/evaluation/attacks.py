@@ -106,8 +106,8 @@ async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> di
 
 
 def ended(aim: Aim, steps: int) -> dict[str, Any]:
-    """How an attack that was trained to its aim or its limit has ended. `steps` were trained, which may end within a
-    batch."""
+    """The result of an attack that reached its aim or its limit. `steps`: the optimizer steps that were trained; the
+    last one may be within a batch."""
     if aim.found is None and not aim.taught:
         reason = "In no step did the rewards of any group differ, so there was nothing to learn."
         return {"status": "no_signal", "reason": reason}

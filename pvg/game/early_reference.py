@@ -1,17 +1,17 @@
 """`EarlyReference`: log-probs under the frozen reference, computed while servers sample the rest of a batch.
 
     early = EarlyReference(compute)        # compute(rollouts): their log-probs under the reference
-    early.start()                          # outside of spans: what it computes is hidden behind the wait
+    early.start()                          # outside of spans: its work overlaps with the wait
     async with early.meanwhile():          # around a wait for rollouts
         ...                                # early.arrived(rollouts), for each group that is complete
-    known = early.take(rollouts, oldest)   # those that are there, by the rollout's id
+    known = early.take(rollouts, oldest)   # the log-probs that are ready, by the rollout's id
     await early.close()
 
 While servers sample, this process has nothing to compute. The groups that have arrived then go through the reference in
-one forward pass, and those that arrive meanwhile in the next. Outside of `meanwhile` no pass begins, so that none
-delays a step of the trainer. An engine in this process needs the same thread, so there is nothing to gain with it.
+one forward pass, and the groups that arrive during that pass go through the next one. Outside of `meanwhile` no pass
+starts, so no pass delays a step of the trainer. An engine in this process needs the same thread, so it gains nothing.
 
-Invariant: the log-probs are those that a pass over the whole batch gives, up to the rounding of other batch mates.
+Invariant: the log-probs equal those of a pass over the whole batch, up to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
 
 
 class EarlyReference:
-    """All methods belong to one event loop's thread."""
+    """Call all methods from the thread of one event loop."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
@@ -41,7 +41,7 @@ class EarlyReference:
         self._worker = asyncio.create_task(self._work(), name="early reference")
 
     async def close(self) -> None:
-        """Wait for the pass that is running, and end. Does nothing before `start`."""
+        """Wait for the running pass, and stop. Does nothing before `start`."""
         if self._worker is not None:
             worker, self._worker = self._worker, None
             async with self._pass:
@@ -49,15 +49,15 @@ class EarlyReference:
             await asyncio.wait([worker])
 
     def arrived(self, rollouts: Sequence[Rollout]) -> None:
-        """These are complete and wait for the rest of their batch."""
+        """Add a complete group, which waits for the rest of its batch."""
         self._arrived += rollouts
         if self._waiting:
             self._wanted.set()
 
     @asynccontextmanager
     async def meanwhile(self) -> AsyncIterator[None]:
-        """Compute what has arrived, and what arrives, for as long as the block runs; the last pass ends before the
-        block does. Raises what a pass has raised."""
+        """While the block runs, compute the groups that have arrived and that arrive. The block ends after the last
+        pass. Raises the exception of a pass that failed."""
         self._waiting = True
         if self._arrived:
             self._wanted.set()
@@ -72,8 +72,8 @@ class EarlyReference:
             self._worker.result()
 
     def take(self, rollouts: Sequence[Rollout], oldest: int) -> dict[str, Float32]:
-        """By id, the log-probs of those `rollouts` that were computed early. They are not kept any longer, and neither
-        is anything of rollouts older than version `oldest`, which nobody will train on."""
+        """By id, the log-probs of those `rollouts` that were computed early. Forgets these, and all rollouts older than
+        version `oldest`, because no step will train on them."""
         ids = {rollout.id for rollout in rollouts}
         found = {id_: logprobs for id_, (_, logprobs) in self._known.items() if id_ in ids}
         self._known = {id_: kept for id_, kept in self._known.items() if id_ not in ids and kept[0] >= oldest}

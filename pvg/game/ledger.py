@@ -5,12 +5,11 @@ ends a phase, and last replaces state.json. A process killed between any two of 
 state of the last commit and files that this state does not name: those are deleted, and appended files are cut back to
 their committed length. So nothing committed is ever lost and nothing uncommitted is ever seen twice (invariant 1).
 
-Nothing is deleted without a state: a run whose state files are gone, but whose other files show commits, is refused
-(`RunDirectory.load_state`). Nothing is committed to a folder that is no longer the one that this process opened
-(`RunDirectory.unchanged`).
+Without a state the ledger deletes nothing: it refuses a run that has lost its state files if other files show commits
+(`RunDirectory.load_state`). It commits only to the folder that this process opened (`RunDirectory.unchanged`).
 
-The ledger's thread does a whole commit: encoding, writing, and every fsync. Meanwhile the event loop goes on serving
-engines, servers and the display.
+The ledger's thread does the whole commit: encoding, writing, and every fsync. During a commit the event loop still
+serves engines, servers and the display.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
-MOST_MARKS = 64  # of one journal that a state keeps: they say which lines of it were changed
+MOST_MARKS = 64  # marks of one journal that a state keeps; they narrow down which lines were changed
 
 
 class Ledger:
@@ -115,13 +114,13 @@ class Ledger:
         `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps the name it carries.
         `finished` are the metrics of the phase that this commit leaves, for its manifest.
 
-        Cancelling waits for the thread and keeps what it committed, so that `state` is always what is on the disk.
+        Cancelling waits for the thread and keeps its result, so `state` always equals the state on the disk.
         """
         started = time.perf_counter()
         self._unchanged()
         label = f"{state.phase.value}-{state.step:05d}"
         rollouts = tuple(self._pending)
-        # Here, since the loop may append while the thread works: what comes later belongs to the next commit.
+        # Taken here, because the loop may append while the thread works: later records belong to the next commit.
         marks = {"metrics": self._metrics.mark, "spans": self._spans.mark}
         state = replace(
             state,
@@ -152,7 +151,7 @@ class Ledger:
         checkpoint: Checkpoint | None,
         finished: Mapping[str, float | None] | None,
     ) -> GameState:
-        """In the disk's thread: the whole commit, in its order. Returns the state as it was committed."""
+        """Runs in the disk thread: the whole commit, in its order. Returns the committed state."""
         state = self._write(state, label, rollouts, checkpoint)
         state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
         self._metrics.sync()
@@ -163,7 +162,7 @@ class Ledger:
         return state
 
     def _prune(self) -> None:
-        """In the disk's thread, after a commit."""
+        """Runs in the disk thread, after a commit."""
         prune(self.directory.checkpoints, checkpoints_of(self._store))
 
     def _write(
@@ -182,7 +181,7 @@ class Ledger:
         return state
 
     def _marks(self, name: str, mark: Mark) -> list[Mark]:
-        """Those of earlier commits, old ones thinned out, and this commit's."""
+        """The marks of earlier commits, with fewer of the old ones, and this commit's mark."""
         kept = [Mark(*plain) for plain in self.state.marks.get(name, ())]
         if len(kept) >= MOST_MARKS:
             kept = [*kept[:-1:2], kept[-1]]
@@ -236,14 +235,15 @@ class Ledger:
         return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
 
     async def read_rollouts_where(self, round_: int, phase: str, id_prefixes: Sequence[str]) -> list[Rollout]:
-        """Those whose ids begin with one of the prefixes."""
+        """The rollouts of a phase whose ids begin with one of the prefixes."""
         shards = self.shards(round_, phase)
         return await run_in(
             self._disk, lambda: [r for info in shards for r in self._shards.read_where(info, id_prefixes)]
         )
 
     async def sample_columns(self, round_: int, phase: str) -> SampleColumns:
-        """Roles, grades and lengths of a phase's rollouts, which may be too many to be read as such."""
+        """Roles, grades and lengths of a phase's rollouts, without the `Rollout` objects, which may not fit into
+        memory."""
         return await run_in(self._disk, self._shards.sample_columns, self.shards(round_, phase))
 
     @property
@@ -293,7 +293,7 @@ class Ledger:
         found = []
         for line in lines:
             if line.startswith(b'{"kind":"run"'):
-                with contextlib.suppress(orjson.JSONDecodeError):  # no commit vouches for what comes after it
+                with contextlib.suppress(orjson.JSONDecodeError):  # records after the commit are not checked
                     found.append(orjson.loads(line))
         return found
 
@@ -310,13 +310,13 @@ class Ledger:
 
 
 def checkpoints_of(store: FileStateStore) -> set[str]:
-    """Checkpoints of the last commit and of the one before it: either may have to be resumed."""
+    """Names of the checkpoints of the last two commits: a run may have to resume from either."""
     return {commit["checkpoint"] for commit in store.commits() if commit["checkpoint"]}
 
 
 def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> list[Path]:
-    """Remove what no commit names, `state` being the last one as plain data, and the temporary files of dead processes;
-    returns what was removed. Only for the process that holds the run's lock."""
+    """Remove the files that no commit names, and the temporary files of dead processes; returns what was removed.
+    `state` is the last commit as plain data. Only for the process that holds the run's lock."""
     removed = RolloutShards(directory.path).recover([ShardInfo.from_plain(plain) for plain in state["shards"]])
     removed += prune(directory.checkpoints, checkpoints_of(FileStateStore(directory.state)))
     removed += prune(directory.weights, set(state["weights"]))

@@ -68,7 +68,7 @@ class OnPolicySource:
     """A BatchSource: batch k is a function of the policy's weights and of k, `batches_done` counts them; with spo also
     of what `tracker` has learnt from the batches before, with rae of what `baseline` has, with training.curriculum of
     what `curriculum` has, with a deadline of what arrived in time, with `partial` of what was left unfinished by the
-    batches before, and with rollout.prefetch of what has arrived at all. `start` comes before the first batch, `close`
+    batches before, and with rollout.prefetch of what has arrived. Call `start` before the first batch, and `close`
     after the last.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
@@ -106,7 +106,7 @@ class OnPolicySource:
         self.prefetcher = Prefetcher(self.orders, self.scorer) if experiment.rollout.prefetch else None
         self._since = self._now()
 
-    # --- beside the trainer: sampling ahead, and the reference of what has arrived ------------------------------------
+    # --- work that overlaps with the trainer: prefetched rollouts, and their reference --------------------------------
 
     def start(self, version: int) -> None:
         """The engine has the trainer's `version`. To be called outside of spans."""
@@ -228,7 +228,8 @@ class OnPolicySource:
         return Played(groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N)
 
     async def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
-        """The batch with its advantages, and what there is to tell of them. Whoever tracks something learns here."""
+        """The batch with its advantages, and metrics of them. The trackers of values, baselines and curricula learn
+        here."""
         everything = played.rollouts
         metrics = {"zero_signal": zero_signal_groups(played.rewards_N, *_groups_and_roles(everything))}
         if played.similarity_N is not None:
@@ -255,9 +256,9 @@ class OnPolicySource:
         return await self.session.players.off_loop(partial(_batch_of, rollouts, advantages_N)), metrics
 
     async def _with_logprobs(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
-        """Add the reference's log-probs where the loss has a KL term, and those of the policy as it is now where rows
-        are clipped around them and the batch has several steps; replace the sampler's where so configured. The batch is
-        of these `rollouts`."""
+        """Add the reference's log-probs if the loss has a KL term. Add the current policy's log-probs if rows are
+        clipped around them and the batch has several steps. Replace the sampler's log-probs if so configured. The batch
+        consists of these `rollouts`."""
         players, objective, experiment = self.session.players, self.objective, self.session.experiment
         if objective.needs_reference:
             batch = replace(batch, reference_logprobs=await self._reference(batch, rollouts))
@@ -280,7 +281,8 @@ class OnPolicySource:
         return batch
 
     async def _reference(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
-        """The reference's log-probs: those that were computed while other groups were sampled, and the rest now."""
+        """The reference's log-probs: some were computed while servers sampled other groups, the rest are computed
+        now."""
         oldest = self.session.players.engine.version - self.session.experiment.rollout.staleness_budget
         known = {} if self.early is None else self.early.take(rollouts, oldest)
         missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
@@ -303,7 +305,7 @@ class OnPolicySource:
 
 
 def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
-    """Without log-probs of a reference."""
+    """The batch of these rollouts, without the reference's log-probs."""
     group_ids_N, role_ids_N = _groups_and_roles(rollouts)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
@@ -320,7 +322,7 @@ def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch
 
 
 def _scored(played: Played, verifier_version: str) -> list[Rollout]:
-    """The rollouts as they are stored: with their scores and rewards."""
+    """The rollouts with their scores and rewards, as they are stored."""
     return [
         replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
         for r, score, reward in zip(played.rollouts, played.scores_N, played.rewards_N, strict=True)
@@ -328,7 +330,7 @@ def _scored(played: Played, verifier_version: str) -> list[Rollout]:
 
 
 def _measured(played: Played, threshold: float, engine: EngineStats, seconds: float, version: int) -> dict[str, float]:
-    """Metrics of all that was sampled. `engine`: what the engine did meanwhile, in `seconds`; it has `version` now."""
+    """Metrics of all sampled rollouts. `engine`: its counts over these `seconds`; it has `version` now."""
     rollouts = played.rollouts
     return {
         **play_metrics(Columns(rollouts, played.scores_N), threshold),

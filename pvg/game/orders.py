@@ -37,7 +37,7 @@ class ProverOrders:
         return assign_roles(session.experiment.training.groups, session.experiment.game.sneaky_share, generator)
 
     def batch(self, number: int, of: Role | None = None) -> list[GroupOrder]:
-        """The groups of batch `number`, each with its role and its problem; only those of role `of`, if it is given."""
+        """The groups of batch `number`, each with its role and its problem. `of`: only groups of this role."""
         roles, size = self.roles(number), self.session.experiment.rollout.group_size
         return [
             self.session.order(problem, role, group, size)

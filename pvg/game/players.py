@@ -1,7 +1,7 @@
 """The models of a run, and who owns them: the base prover, the engine that samples, the verifier of the round.
 
 All torch work of a run happens in one executor thread: the event loop stays free, and two pools of compute threads
-never fight over the same cores. Two other threads have no pool: one scores rollouts beside the trainer
+never compete for the same cores. Two other threads have no pool: one scores rollouts while the trainer works
 (`Players.scoring`), and one does Python and numpy work on a whole batch (`off_loop`).
 """
 
@@ -95,9 +95,9 @@ class Players:
         )
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
-        """A thread that scores rollouts which are sampled ahead, while the trainer works on others. None where nothing
-        is sampled ahead, where servers score, or where the compute thread leaves no core free. A verifier on the base
-        prover's own weights shares its modules, whose attention two threads cannot change at the same time."""
+        """A thread that scores prefetched rollouts while the trainer works on others. None without prefetch, if servers
+        score, or if the compute threads leave no core free. Also None for a verifier on the base prover's own weights:
+        it shares the base's modules, and two threads cannot change their attention at the same time."""
         ahead = self.experiment.rollout.prefetch > 0 and self.verifier_serving is None
         if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
             return None
@@ -129,8 +129,8 @@ class Players:
         return await run_in(self.executor, work)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run Python or numpy work on a whole batch in a thread. It must not touch what tasks of the event loop change
-        meanwhile. Its time counts as that of the caller's span."""
+        """Run Python or numpy work on a whole batch in a thread. The work must not use data that tasks of the event
+        loop change at the same time. Its time counts for the caller's span."""
         return await run_in(self.batching, work)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
@@ -176,8 +176,8 @@ class Players:
         return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
 
     def scorer(self, verifier: Judge, *, beside_trainer: bool = False) -> VerifierScorer:
-        """A scorer with an empty cache. The verifier stays the caller's. `beside_trainer`: in the thread for that,
-        where there is one; the caller changes no weight of the verifier meanwhile."""
+        """A scorer with an empty cache. The caller still owns the verifier. `beside_trainer`: score in the thread
+        `scoring`, if there is one; the caller must not change the verifier's weights while it scores."""
         section, template = self.experiment.verifier, self.template(verifier)
         backend = None
         if self.verifier_serving is not None:
@@ -204,7 +204,7 @@ class Players:
 
     async def close(self) -> None:
         gc.unfreeze()
-        async with AsyncExitStack() as rest:  # each of it, also where something of it fails
+        async with AsyncExitStack() as rest:  # closes all of them, also if one fails
             rest.callback(self._let_go)
             for executor in (self.batching, self.grading, self.scoring):
                 if executor is not None:

@@ -1,9 +1,9 @@
 """`Prefetcher`: the prover's groups, sampled, graded and scored ahead of its trainer (`rollout.prefetch`).
 
-If servers compute the scores (`verifier.engine = "vllm"`), a group is scored when it arrives. If a thread beside the
-trainer's does (`Players.scoring`), groups are scored in the background, a few at a time, and their batch finds the
-scores in the scorer's cache. Otherwise the trainer's thread computes them: with the batch, or when a group arrives
-while the trainer waits. The scores are the same, because the verifier is frozen while the prover learns.
+If servers compute the scores (`verifier.engine = "vllm"`), a group is scored when it arrives. If this process has a
+second thread for scores (`Players.scoring`), groups are scored in the background, a few at a time, and their batch
+finds the scores in the scorer's cache. Otherwise the trainer's thread computes them: with the batch, or when a group
+arrives while the trainer waits. The scores are the same, because the verifier is frozen while the prover learns.
 
 A batch has exactly the role shares of the synchronous game's batch of that number. Each role has its own queue of
 groups: that role's groups of the synchronous game, in its order and with its ids. So when groups of one role grow too
@@ -33,7 +33,7 @@ from pvg.rollout.pipeline import Gate, Lost, Pipeline
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import VerifierScorer
 
-# Rollouts that the thread beside the trainer's scores together. A forward pass of a small model costs as much as 20 to
+# Rollouts that the thread `Players.scoring` scores together. A forward pass of a small model costs as much as 20 to
 # 30 of its rows, and most of that holds Python's lock, which the trainer needs too.
 SCORED_TOGETHER = 64
 
@@ -75,7 +75,7 @@ class Prefetcher:
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, self._experiment.training.groups) for role in Role}
         self._lost = Lost()
-        self._unscored: list[Rollout] = []  # for the thread beside the trainer's
+        self._unscored: list[Rollout] = []  # for the thread `Players.scoring`
         self._scoring: set[asyncio.Task[Float32]] = set()
 
     @property
@@ -151,7 +151,7 @@ class Prefetcher:
             self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
 
     def _check_scoring(self) -> None:
-        """Raises what the scoring in the background failed with."""
+        """Raise the exception of background scoring that failed."""
         done = {task for task in self._scoring if task.done()}
         self._scoring -= done
         errors = [error for task in done if (error := task.exception()) is not None]

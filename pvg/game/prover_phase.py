@@ -226,7 +226,7 @@ class ProverPhase:
 
     async def _step(self) -> None:
         session = self.session
-        new_batch = self.minibatches.pending == 0  # then this step samples the batch that it learns from
+        new_batch = self.minibatches.pending == 0  # then this step samples its batch
         report = await self.trainer.step()
         if report is None:
             raise StateError("The on-policy source ended, which it never should.")
@@ -246,7 +246,7 @@ class ProverPhase:
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
         if whole_batch:
             self.stopped = self.stop_rule.observe(metrics)
-        # The figures of a batch stand in the record of its first step only, so that no reader counts them twice.
+        # Only the record of a batch's first step has the batch's metrics, so that no reader counts them twice.
         session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
         if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
             # The score cache goes along, so that a resumed run asks the verifier for what the uninterrupted run asks:

@@ -35,11 +35,11 @@ def draw_cyclic(count: int, start: int, size: int, seed: int) -> list[int]:
 
 
 def draw_weighted(weights_P: NDArray[np.float64], size: int, generator: np.random.Generator) -> list[int]:
-    """`size` positions, each drawn among those that are left with a probability proportional to its weight.
+    """`size` positions, drawn without replacement with probabilities proportional to their weights.
 
     When every position of positive weight has been drawn once, all of them can be drawn again. So no position comes
-    twice before all others have come, and their counts differ by at most one. A weight of 0 is never drawn. Raises
-    ValueError for a negative weight, and when `size` is positive and no weight is.
+    twice before all others have come once, and their counts differ by at most one. A position of weight 0 is never
+    drawn. Raises ValueError for a negative weight, and if `size` is positive but no weight is.
     """
     if (weights_P < 0).any() or (size and not (weights_P > 0).any()):
         raise ValueError("weighted draws need weights that are not negative, and one above 0")

@@ -94,8 +94,8 @@ class Session:
         add_seconds(self._outside_steps, self._close_budget().exposed)
 
     def report_step(self, info: PhaseInfo, done: int, metrics: Mapping[str, float], *, whole: bool = True) -> None:
-        """Close the step's budget; tell the observer, the metrics file, the spans file and the sinks. A step that is
-        not `whole` leaves metrics out that the step before has given and that are still the newest."""
+        """Close the step's budget; report to the observer, the metrics file, the spans file and the sinks. A step that
+        is not `whole` omits metrics that an earlier step reported and that are still valid."""
         budget = self._close_budget()
         with span("record"):
             told = dict(metrics)

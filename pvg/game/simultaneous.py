@@ -86,7 +86,7 @@ class VerifierUpdates:
     """Trains `verifier`, which it borrows; `threshold` is that of the verifier as it is.
 
     `calibrating`: minted solutions that no update trains on, but where the mint is too small for that; `fresh`: by
-    number, those of earlier updates that are in the window.
+    number, the fresh solutions of earlier updates in the window.
     """
 
     def __init__(

@@ -28,11 +28,12 @@ class Columns:
         sample = SampleColumns.of(rollouts)
         self.helpful_N, self.correct_N, self.well_formed_N = sample.helpful_N, sample.correct_N, sample.well_formed_N
         self.proven_N = sample.proven_N
-        self.flaws_N = sample.flaws_N  # sneaky, wrong, a solution at all, and proven where its task asks for it
+        self.flaws_N = sample.flaws_N  # sneaky, wrong, well-formed, and proven if the task requires it
         self.checks_N3 = sample.checks_N3  # see SampleColumns
         self.truncated_N = sample.truncated_N
         self.dialogue = dialogue_metrics(sample.answers_N)
-        # Of translations: whether the answer is the solver's, and whether that one is right. Else None, and one's own.
+        # For translations: whether the answer is the solver's, and whether that answer is right. For other rollouts
+        # kept_N is None, and solver_correct_N says whether their own answer is right.
         translated = any(r.solver is not None for r in rollouts)
         self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
         self.solver_correct_N: Bools = np.array(
@@ -96,7 +97,7 @@ def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
 
 
 def _executed(checks_N3: NDArray[np.float64]) -> bool:
-    """Whether all of at least one solution were executed."""
+    """Whether there are solutions and all of them were executed."""
     return len(checks_N3) > 0 and not np.isnan(checks_N3).any()
 
 
@@ -122,8 +123,8 @@ def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools
 
 
 def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
-    """Of rollouts of several turns (the challenge protocol); nothing where there is none. `answers_N`: the tokens of
-    the answers, the turns that the prover sampled after its solution; -1 for rollouts of one turn."""
+    """Metrics of rollouts with several turns (the challenge protocol); empty if there are none. `answers_N`: the tokens
+    of the answers, which the prover samples after its solution; -1 for rollouts of one turn."""
     asked_N = answers_N >= 0
     if not asked_N.any():
         return {}

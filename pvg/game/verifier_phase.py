@@ -44,7 +44,7 @@ from pvg.verifier.data import PairSource
 from pvg.verifier.measures import acceptance_threshold, auc
 from pvg.verifier.robust import objective_for
 
-# Held-out solutions that are read and scored together: enough for full batches, on servers too, and a few megabytes.
+# Held-out solutions that are read and scored together: they fill batches, also on servers, and take a few megabytes.
 SCORED_AT_ONCE = 4096
 
 
@@ -256,8 +256,8 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
 
 
 def calibration_view(session: Session) -> tuple[PairView, str]:
-    """The minted solutions of the held-out problems; or all of the mint, and why, where these lack correct or incorrect
-    ones. In the compute thread."""
+    """The minted solutions of the held-out problems, and "". If these are all correct or all incorrect: all minted
+    solutions, and the reason. Runs in the compute thread."""
     section, round_ = session.experiment.verifier, session.state.round
     shards, infos = session.ledger.rollout_shards, session.ledger.shards(round_, Phase.MINT.value)
     held_out = PairView(shards, infos, keep=lambda problem_id: is_held_out(problem_id, section.held_out))
@@ -265,8 +265,8 @@ def calibration_view(session: Session) -> tuple[PairView, str]:
     if 0 < correct < count:
         return held_out, ""
     reason = (
-        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are taken on all "
-        "minted solutions, those trained on included. Raise game.mint_problems or verifier.held_out."
+        f"{correct} of {count} held-out solutions are correct: the threshold and the AUC are computed from all "
+        "minted solutions, including those used for training. Raise game.mint_problems or verifier.held_out."
     )
     return PairView(shards, infos), reason
 
@@ -274,7 +274,7 @@ def calibration_view(session: Session) -> tuple[PairView, str]:
 async def scores_of_rows(
     players: Players, view: PairView, score: Callable[[Sequence[Scorable]], Awaitable[Float32]]
 ) -> Float32:
-    """float32 [..., R]: `score` of all rows of a view. At most SCORED_AT_ONCE of them are in memory at a time."""
+    """float32 [..., R]: `score` of all rows of a view. Holds at most SCORED_AT_ONCE rows in memory at a time."""
     parts = []
     for rows_N in np.array_split(view.rows_R, range(SCORED_AT_ONCE, len(view.rows_R), SCORED_AT_ONCE)):
         solutions = await players.compute(partial(view.rows, rows_N))
@@ -291,8 +291,8 @@ def calibration(correct_N: NDArray[np.bool_], scores_N: Float32, acceptance: flo
 
 
 async def _held_out(session: Session) -> PairView:
-    """The calibration view; an alert tells where it is all of the mint: a weak prover on a small mint must not cost the
-    round."""
+    """The calibration view. If it is the whole mint, raises an alert, not an error: a weak prover on a small mint must
+    not end the run."""
     section = session.experiment.verifier
     view, reason = await session.players.compute(lambda: calibration_view(session))
     if reason:
@@ -301,7 +301,7 @@ async def _held_out(session: Session) -> PairView:
 
 
 async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairView) -> tuple[Float32, dict[str, float]]:
-    """Bring the members to one scale; the ensemble's scores of these solutions float32 [N], and what to tell."""
+    """Bring the members to one scale. Returns the ensemble's scores of these solutions, float32 [N], and metrics."""
     section, players, correct_N = session.experiment.verifier, session.players, held_out.correct_R
     members_KN = await scores_of_rows(
         players,

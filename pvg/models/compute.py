@@ -1,14 +1,14 @@
 """The thread in which a process computes, and how many threads torch uses in it.
 
-    executor = compute_executor(experiment.models.threads)      # 0: the first model that is opened decides
+    executor = compute_executor(experiment.models.threads)      # 0: the width of the first model decides
     threads = executor.settle(width_of(model.module))
 
-The default is a rule, `default_threads`, and not the number of cores. Each operation ends in a barrier, where every
-thread waits for all others. On a machine that other programs use too, the kernel often does not run one of these
-threads, and the barrier then lasts for milliseconds. An operation of a small model takes 0.01 to 0.5 ms. With two
-threads on two cores, one busy process made a step of the embedded game 5.7 times as slow; where nothing else ran, the
-second thread made it 1.1 to 1.7 times as fast. One thread has no barriers, and computes the same bits on any number of
-cores. An operation of a wide model takes milliseconds itself, and the more cores there are, the more it gains by them.
+The default comes from `default_threads`, not from the number of cores. Each operation ends in a barrier, where every
+thread waits for all others. On a machine that other programs use too, the kernel often suspends one of these threads,
+and the barrier then takes milliseconds. An operation of a small model takes 0.01 to 0.5 ms. With two threads on two
+cores, one busy process made a step of the embedded game 5.7 times as slow. On an idle machine, the second thread made
+it 1.1 to 1.7 times as fast. One thread has no barriers, and computes the same bits on any number of cores. An operation
+of a wide model takes milliseconds itself, and gains from every core.
 
 libgomp keeps a pool of threads for every thread that ever computed something in parallel. As soon as all pools together
 have more threads than the machine has cores, they go to sleep between two operations instead of spinning: a GRPO step
@@ -32,8 +32,8 @@ WIDE = 512
 
 
 def default_threads(width: int) -> int:
-    """What `models.threads = 0` stands for: 1 for a prover whose hidden states are narrower than WIDE, else all that
-    torch may use. The width decides because it sets the size of an operation; the number of layers does not."""
+    """The meaning of `models.threads = 0`: 1 for a prover whose hidden states are narrower than WIDE, otherwise all
+    threads that torch may use. The width decides, because it sets the size of an operation."""
     return 1 if width < WIDE else ALL_THREADS
 
 
@@ -43,19 +43,19 @@ def width_of(module: Any) -> int:
 
 
 class ComputeExecutor(ThreadPoolExecutor):
-    """One thread that does all torch work, with a pool of `threads` (0: `settle` decides, until then it is alone).
-    `in_use` is the number of the newest executor, at first torch's own choice."""
+    """One thread that does all torch work, with a pool of `threads` (0: one thread until `settle` decides).
+    `in_use`: the threads of the newest executor; before the first executor, torch's own choice."""
 
     in_use: ClassVar[int] = ALL_THREADS
 
     def __init__(self, threads: int) -> None:
         super().__init__(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(threads or 1,))
         self._settled = threads > 0
-        self._read()  # the thread starts here, so that its number is the process's
+        self._read()  # starts the thread here, so that its setting becomes that of the process
 
     def settle(self, width: int) -> int:
-        """The number of threads; where the setting left it open, it is that of the first `width` from now on. What
-        shares the executor shares the number: variants of a benchmark that take turns."""
+        """The number of threads. If the setting was 0, the first `width` decides it for good. Users of one executor
+        share the number, for example variants of a benchmark that take turns."""
         if not self._settled:
             self._settled = True
             self.submit(torch.set_num_threads, default_threads(width)).result()
@@ -68,7 +68,6 @@ class ComputeExecutor(ThreadPoolExecutor):
 
 
 def compute_executor(threads: int) -> ComputeExecutor:
-    """The thread that does all torch work. The calling thread has no pool from now on: what it computes, it computes
-    alone."""
+    """The thread that does all torch work. From now on the calling thread computes without a pool."""
     torch.set_num_threads(1)
     return ComputeExecutor(threads)

@@ -42,7 +42,7 @@ class CompletionOutputs:
     entropies_BL: Tensor | None
 
     def rows(self, rows_N: Tensor) -> CompletionOutputs:
-        """These rows, in this order; a row may come several times, and its gradient is then the sum of theirs."""
+        """These rows, in this order. A row may occur several times; its gradient is then the sum of their gradients."""
         entropies_BL = self.entropies_BL
         return CompletionOutputs(
             self.logprobs_BL.index_select(0, rows_N),

@@ -91,8 +91,8 @@ def distinct_prompts(sequences: Sequence[Int32], prompt_lengths: NDArray[Any]) -
 def distinct_rows(
     sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """firsts_U, the rows whose tokens or prompt length no earlier row has, and row_of_N: sequence n is that of
-    firsts_U[row_of_N[n]]."""
+    """firsts_U: the first row of each distinct sequence (tokens and prompt length). row_of_N: sequence n equals that of
+    row firsts_U[row_of_N[n]]."""
     numbers: dict[tuple[int, bytes], int] = {}
     firsts: list[int] = []
     row_of_N = np.empty(len(sequences), dtype=np.int64)

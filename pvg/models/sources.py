@@ -42,7 +42,7 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
     """See `pvg.models.open_model`."""
     dtype = DTYPES[section.dtype]
     if hub.is_hub_id(section.source):
-        folder = hub.fetch(section.source, "model")  # outside: a download shows its progress
+        folder = hub.fetch(section.source, "model")  # outside of the block: a download shows its progress
         with without_progress_bars():
             module, tokenizer, name = _from_directory(str(folder), dtype, hub.parse(section.source).name)
         return LanguageModel(module.to(device), tokenizer, name)
@@ -72,7 +72,7 @@ def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Toke
 
 
 def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) -> tuple[PreTrainedModel, Tokenizer, str]:
-    """`name`: of the model; None: that of its folder."""
+    """`name`: the model's name; None: the name of its folder."""
     directory = expanded(source, "models")
     if not directory.is_dir():
         raise MissingRequirementError(

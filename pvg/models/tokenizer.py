@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Parts of tokenizer.json that say nothing of which ids a text gets: state of earlier calls, and the special tokens that
 # are added around a text, which `encode` never adds.
 UNFINGERPRINTED = ("version", "truncation", "padding", "post_processor")
-# A batch of one text gains nothing from the library's threads, which would stay, and which it warns about after a fork.
+# A batch of one text gains nothing from the library's threads. They would stay, and cause a warning after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -1,8 +1,8 @@
 """A run directory read into plain data: what `pvg report` and the end of `pvg train` show.
 
 Reads experiment.toml, state.json and metrics.jsonl; the last two need not be finished, or even be there. A torn
-last line (the run was killed while writing it, or writes it now) is left out and noted. Lines that differ from what was
-committed are noted too. If a step was recorded twice, the last record counts.
+last line (the run was killed while writing it, or is writing it now) is left out and noted. Lines that differ from the
+commit are noted too. If a step was recorded twice, the last record counts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RunSummary:
     `budget` is seconds by part over all steps, largest first and `unaccounted` last, and `busy` the same with the work
     that other work has hidden (empty where nothing recorded it); `notes` are the reader's remarks on files that are
     torn or damaged. `machine` and `code_version` are those of the last commit, `began` is the time of the first record;
-    `peak_memory` is the most that any process of the run held, in bytes, up to the last commit.
+    `peak_memory` is the maximum over the processes of the run, in bytes, up to the last commit.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`GroupBuffer`: finished groups that wait for the trainer. It hands out no group that is over the staleness budget.
+"""`GroupBuffer`: finished groups that wait for the trainer. No group that it returns is over the staleness budget.
 
     buffer = GroupBuffer(budget=2)
     buffer.put(group, version=7)              # 7: the trainer's version when the group arrives

@@ -91,8 +91,8 @@ class Dispatcher:
         one fails, or the caller is cancelled, the others are cancelled and awaited before that surfaces. `deadline`:
         stragglers are cancelled on the engine and left out; where it is the batch's, a group may be left with none.
         `gate` is held around each request instead of the bound that this call would have for itself. `environment`:
-        rollouts are episodes of several turns (pvg.rollout.episodes). `on_group` gets the rollouts of each group that
-        is complete before the others are; not of episodes, and not of groups that a deadline has cut.
+        rollouts are episodes of several turns (pvg.rollout.episodes). `on_group` gets the rollouts of each group as
+        soon as the group is complete; not those of episodes, and not of groups that a deadline has cut.
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")

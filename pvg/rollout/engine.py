@@ -174,7 +174,7 @@ class Engine(Protocol):
 
     @property
     def requests_in_flight(self) -> int:
-        """Requests that were asked for and have not ended. 0 for an engine that does not count them."""
+        """Requests that have begun and not ended. 0 for an engine that does not count them."""
         return 0
 
     @property
@@ -184,7 +184,7 @@ class Engine(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether other processes compute for it, so that this one has nothing to compute while it samples."""
+        """Whether other processes do the sampling, so that this process has nothing to compute meanwhile."""
         return False
 
     async def ready(self) -> None:

@@ -11,7 +11,7 @@ holds `gate` around each of its requests. The pipeline keeps groups, not batches
 up the others.
 
 For each role, the groups in flight and waiting are at most those of the next batch and of the `ahead` batches after it.
-A group that grows too old is dropped, and another one of the same role is begun. So no role can fill the pipeline.
+When a group grows too old, the pipeline drops it and begins another one of the same role. So no role can fill it.
 
 Invariants: while started, without an error and with batches left to take, each role has exactly that many groups in
 flight or waiting; requests in flight are at most `concurrency`; no rollout that `take` returns is over the budget, and
@@ -89,7 +89,7 @@ class Pipeline:
         prefer: Prefer = "fresh",
     ) -> None:
         """`ahead`: batches in flight or waiting beyond the next one. `batch`: number of the first batch. `batches`: how
-        many will be taken in all; None: this is not known."""
+        many will be taken in all; None: unknown."""
         if ahead < 0 or budget < 0:
             raise ValueError(f"a pipeline of {ahead} batches and {budget} versions")
         self.version = version

@@ -111,7 +111,8 @@ def server_spec(
 
 
 def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
-    """What requests call the model: an embedded model's name, a hub model's without its owner, else its folder's."""
+    """The model's name in requests: an embedded model's name, a hub model's name without its owner, else its
+    folder's."""
     source = section_for(experiment, purpose).source
     if hub.is_hub_id(source):
         return hub.parse(source).name

@@ -20,7 +20,7 @@ from pvg.errors import DISK_FULL, MissingRequirementError, StateError
 
 TEMPORARY_PREFIX = ".tmp-"
 TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(?P<of>.+)-[0-9a-f]{{8}}")  # as temporary_beside makes it
-OLD_S = 3600.0  # no process writes one file for so long
+OLD_S = 3600.0  # longer than any process writes one file
 
 
 class DamagedFileError(StateError):
@@ -30,7 +30,7 @@ class DamagedFileError(StateError):
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
     """Replace `path` by `data`, durably: temporary file beside it, write, fsync, rename, fsync of the folder.
 
-    `before` is called just before the rename; when it raises, `path` stays as it is and the temporary is removed.
+    `before` is called just before the rename. If it raises, `path` stays unchanged and the temporary file is removed.
     Raises MissingRequirementError when the disk is full (the old file is intact, the temporary removed); any other
     OSError surfaces as it is, with the temporary removed too.
     """
@@ -80,13 +80,13 @@ def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
     """Remove what dead writers of `name` (default: of anything) left in `directory`; returns what was removed.
 
     Only for the one process that may write `name` (RunDirectory.lock): the temporaries of a living writer look the
-    same. Files whose names `temporary_beside` cannot have made are left alone.
+    same. Files with names of another form stay.
     """
     return _remove(_temporaries(directory, name))
 
 
 def remove_old_temporaries(directory: Path, name: str) -> list[Path]:
-    """As `remove_temporaries`, but only those that were last written OLD_S ago: for a `name` that any process may
+    """As `remove_temporaries`, but only files last written more than OLD_S ago: for a `name` that any process may
     write."""
     now = time.time()
     return _remove([path for path in _temporaries(directory, name) if now - path.lstat().st_mtime > OLD_S])

@@ -1,7 +1,7 @@
-"""Files of one JSON object per line: appended while a run goes on, cut back to the last commit when it is resumed.
+"""Files of one JSON object per line: a run appends to them, and a resume truncates them to the last commit.
 
-Invariants: every line but the last is whole; what lies before an `offset` that was `sync`ed survives a power cut; a
-change to what lies before a committed `mark` is found by `verify`.
+Invariants: every line but the last is whole; bytes before a `sync`ed `offset` survive a power cut; `verify` finds any
+change before a committed `mark`.
 
 NaN and infinity have no JSON: orjson writes them as null. A caller to whom that matters counts them before appending.
 """
@@ -56,7 +56,7 @@ class JsonLines:
 
     @property
     def mark(self) -> Mark:
-        """Length and digest of the whole lines so far: what a commit records, after `sync`."""
+        """Length and digest of the whole lines so far. A commit records it after `sync`."""
         return Mark(self._offset, self._digest.hexdigest())
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -150,9 +150,9 @@ def read_json_lines(path: Path) -> JsonLinesReader:
 
 
 def verify(path: Path, marks: Sequence[Mark]) -> None:
-    """Check the committed part of a journal: the bytes before the last of `marks`, which are in ascending order.
+    """Check the committed part of a journal: the bytes before the last of `marks`, which ascend.
 
-    Earlier marks narrow down where a change lies. Raises DamagedFileError that names the file and the lines; a missing
+    Earlier marks narrow down the changed lines. Raises DamagedFileError that names the file and the lines; a missing
     file counts as an empty one.
     """
     if not marks or not marks[-1].bytes:
@@ -172,7 +172,7 @@ def verify(path: Path, marks: Sequence[Mark]) -> None:
             lines = _add(digest, file, mark.bytes - done)
             if digest.hexdigest() != mark.sha256:
                 where = f"lines {first_line} to {max(first_line, first_line + lines - 1)}"
-                raise _not_committed(f"{path}, {where}: this is not what was committed (the checksum differs).")
+                raise _not_committed(f"{path}, {where}: they differ from what was committed (wrong checksum).")
             first_line += lines
             done = mark.bytes
 

@@ -1,8 +1,8 @@
 """One process at a time: a lock that the kernel releases however the process ends.
 
-The lock is on the folder that holds the lock file, and on the file. The folder's lock cannot be taken away: a deleted
-or replaced lock file lets nobody in, and a folder that is moved stays locked under its new name. A file system that
-cannot lock folders (NFS) has the file's lock alone; `unchanged` then finds a lock file that was deleted or replaced.
+The process locks the folder that contains the lock file, and the file. A deleted or replaced lock file does not let
+another process in, because the folder stays locked. A moved folder stays locked under its new name. On a file system
+that cannot lock folders (NFS) only the file is locked; `Unchanged` then detects a deleted or replaced lock file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from pvg.errors import PvgError, StateError
 from pvg.store.atomic import disk_full_explained
 
-Identity = tuple[int, int]  # device and inode: what a path leads to
+Identity = tuple[int, int]  # device and inode of a file or a folder
 
 # What flock answers on a file system that cannot lock folders.
 NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EISDIR})
@@ -25,8 +25,8 @@ NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOS
 
 @contextmanager
 def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
-    """Hold `file`, which is created if it is missing, and its folder. Raises `refusal(owner)` when another process
-    holds either.
+    """Lock `file`, which is created if it is missing, and its folder. Raises `refusal(owner)` if another process has
+    locked either.
 
     The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
     """
@@ -52,10 +52,10 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
 
 
 class Unchanged:
-    """Finds out whether a folder, and the lock file in it, are still those that were there at first.
+    """Checks whether a folder and its lock file are still the same as when this object was made.
 
-    A process that holds the lock of a folder calls this before each commit: its lock says nothing about another folder
-    that has taken the same path.
+    A process that has locked a folder calls this before each commit, because its lock does not cover another folder
+    that was moved to the same path.
     """
 
     def __init__(self, file: Path) -> None:
@@ -63,25 +63,25 @@ class Unchanged:
         self._folder_was, self._file_was = _identity(file.parent), _identity(file)
 
     def __call__(self) -> None:
-        """Raises StateError when the folder was moved, deleted or replaced, or when its lock is in danger."""
+        """Raises StateError if the folder was moved, deleted or replaced, or if its lock no longer protects it."""
         folder = self._file.parent
         if self._folder_was is None or _identity(folder) != self._folder_was:
             raise StateError(
                 f"The folder {folder} was moved, deleted or replaced while this process was writing to it.",
-                "What was committed is where that folder is now; if it was moved, go on there: pvg train --resume PATH",
+                "All commits are in the old folder. If you moved it, continue there: pvg train --resume PATH",
             )
         file = _identity(self._file)
         if file == self._file_was or (file is None and _can_lock(folder)):
             return
         raise StateError(
-            f"The lock file {self._file} was deleted or replaced, so that another process may be writing to {folder}.",
-            "Nothing more was committed. Stop the other process, or go on later: pvg train --resume "
-            + folder.resolve().name,
+            f"The lock file {self._file} was deleted or replaced, so another process may be writing to {folder}.",
+            "This process stopped before its next commit. Stop the other process, or continue later: "
+            f"pvg train --resume {folder.resolve().name}",
         )
 
 
 def _lock_folder(descriptor: int) -> bool:
-    """Lock an open folder; False when another process has it. A file system that cannot do this lets everyone pass."""
+    """Lock an open folder; False if another process has locked it. True if the file system cannot lock folders."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -19,11 +19,10 @@ MANIFEST_SCHEMA = 1
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`inputs` and `outputs` name files (and whatever identifies them); `finished` is in seconds since 1970.
-    `peak_memory`: the most that any process of the run had held by then, in bytes; empty in manifests that an older
-    pvg wrote.
+    `peak_memory`: the maximum over the processes of the run so far, in bytes; empty in manifests of older versions.
 
-    A metric that is NaN or infinite reads back as None. `machine` names what the last bits of the results depend on:
-    torch, device and threads ("" in the manifests of older versions).
+    A metric that is NaN or infinite reads back as None. `machine` names torch, device and threads, on which the last
+    bits of the results depend ("" in manifests of older versions).
     """
 
     round: int

@@ -57,8 +57,8 @@ def of_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """By row, the tokens that the prover sampled, of `lengths_N` in the completion; and of dialogues those that it
-    sampled after the first turn, -1 for other rows."""
+    """Two arrays [N]. The tokens of each row that the prover sampled; `lengths_N` are the completion lengths. And, for
+    dialogues, the tokens that it sampled after its first turn; -1 for other rows."""
     answers_N = np.full(batch.num_rows, -1, dtype=np.int64)
     if FIELDS[0].name not in batch.schema.names:
         return lengths_N, answers_N

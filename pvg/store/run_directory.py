@@ -33,14 +33,14 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
 def refuse_name(name: str) -> None:
-    """Raises UsageError for what cannot be the name of a run."""
+    """Raises UsageError if `name` cannot be the name of a run."""
     if not RUN_NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot be the name of a run.", "Use at most 120 letters, digits, dots, dashes and underscores."
         )
 
 
-# Records that are written before a run's first commit. Every other kind follows a commit.
+# Kinds of records that a run may write before its first commit. All other kinds follow a commit.
 BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "alert"})
 
 
@@ -130,7 +130,7 @@ class RunDirectory:
                 write_atomic(run.experiment_file, experiment.to_toml().encode())
         except (OSError, MissingRequirementError):
             if made and run.path.exists() and {entry.name for entry in run.path.iterdir()} <= {run.lock_file.name}:
-                shutil.rmtree(run.path)  # not even its lock could be written
+                shutil.rmtree(run.path)  # the lock file could not be written either
             raise
         return run
 
@@ -160,9 +160,9 @@ class RunDirectory:
     def lock(self, discard: Callable[[], bool] = lambda: False) -> Iterator[RunDirectory]:
         """Be the one process that drives this run; the kernel releases the lock however the process ends.
 
-        Raises UsageError with the other process's id when the run is being driven already. When the folder was moved,
-        deleted or replaced meanwhile, an error that leaves the block becomes the StateError that says so. `discard`
-        is asked when an error of the user's or of the disk leaves the block: whether to remove the folder.
+        Raises UsageError with the other process's id if another process drives the run. If an error leaves the block
+        and the folder was moved, deleted or replaced, raises a StateError that says so instead. If a PvgError or
+        OSError leaves the block and `discard()` is true, the folder is removed.
         """
         with exclusive(self.lock_file, self._driven_elsewhere):
             unchanged = self.unchanged()
@@ -178,7 +178,7 @@ class RunDirectory:
                 raise
 
     def unchanged(self) -> Callable[[], None]:
-        """A call that raises StateError once the folder or its lock are not those of now any more."""
+        """A function that raises StateError if the folder or its lock file has changed since this call."""
         return Unchanged(self.lock_file)
 
     @property
@@ -188,9 +188,9 @@ class RunDirectory:
         return store.path.exists() or store.previous_path.exists()
 
     def load_state(self, check: Callable[[State], None] | None = None) -> LoadedState:
-        """The last valid commit, see FileStateStore.load. Changes no file.
+        """The last valid commit; see FileStateStore.load. Changes no file.
 
-        A run that has no state file has made no commit. Raises StateError when other files show that it has.
+        A run without state files has made no commit. Raises StateError if other files show that it has.
         """
         store = FileStateStore(self.state)
         loaded = store.load(check)
@@ -198,20 +198,21 @@ class RunDirectory:
             raise StateError(
                 f"{self.path} has no {store.path.name} and no {store.previous_path.name}, but it has commits: "
                 f"it holds {', '.join(signs)}.",
-                "Put one of the two files back from a copy. Without them the run cannot go on, and nothing in it is "
-                f"changed; start a new run with --name. What is there can be read: pvg report {self.name}",
+                "Restore one of the two files from a copy, or start a new run with --name. pvg changed nothing. "
+                f"You can read the run: pvg report {self.name}",
             )
         return loaded
 
     def verify_journal(self, state: State, path: Path) -> None:
-        """Check `metrics` or `spans` against a committed state. Raises DamagedFileError that names the changed lines.
+        """Check the journal `path` (metrics or spans) against a committed state. Raises DamagedFileError with the
+        lines.
 
-        States of older versions of pvg have no marks; then nothing is checked.
+        States of older versions have no marks; then this checks nothing.
         """
         verify(path, [Mark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
 
     def _signs_of_commits(self) -> list[str]:
-        """Files that are only written from the first commit on."""
+        """Files that only a run with a commit has."""
         folders = (self.manifest, self.rollouts, self.checkpoints, self.weights)
         signs = [f"{folder.name}/{name}" for folder in folders if (name := _first_entry(folder))]
         if self.spans.is_file() and self.spans.stat().st_size:
@@ -220,14 +221,14 @@ class RunDirectory:
             records = read_json_lines(self.metrics) if self.metrics.is_file() else ()
             played = any(record.get("kind") not in BEFORE_THE_FIRST_COMMIT for record in records)
         except DamagedFileError:
-            played = True  # what it held cannot be told
+            played = True  # its records cannot be read, so assume commits
         return [*signs, self.metrics.name] if played else signs
 
     def remove_temporaries(self) -> list[Path]:
-        """Remove the temporary files that dead processes left in the run's own folder, its manifests and its code;
-        returns what was removed. Only for the process that holds the lock.
+        """Remove the temporary files of dead processes in the run's folder, its manifests and its code; returns what
+        was removed. Only for the process that holds the lock.
 
-        A report may be written by a living process without the lock: its temporary must be old.
+        A living process may write a report without the lock, so only old temporary files of reports are removed.
         """
         store = FileStateStore(self.state)
         removed = []
@@ -267,7 +268,7 @@ class RunDirectory:
 
 
 def _first_entry(folder: Path) -> str:
-    """The name of one thing in `folder`; "" when there is none."""
+    """The first name in `folder`; "" if it is empty or missing."""
     return min((entry.name for entry in folder.iterdir()), default="") if folder.is_dir() else ""
 
 

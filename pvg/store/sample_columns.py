@@ -1,9 +1,9 @@
-"""`SampleColumns`: roles, grades and lengths of rollouts as arrays, read from mapped shards without their texts.
+"""`SampleColumns`: roles, grades and lengths of rollouts as arrays, read from memory-mapped shards without texts.
 
     columns = shards.sample_columns(infos)      # of stored rollouts: about 45 bytes each
     columns = SampleColumns.of(rollouts)        # of rollouts in memory
 
-A rollout that is read as a `Rollout` takes about 9 kB, so a large mint must not be read that way for its statistics.
+A `Rollout` object takes about 9 kB, so the statistics of a large mint must not read such objects.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Float64 = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
     """N rollouts. `truncated_N`: ended by rollout.max_tokens. `tokens_N`: sampled by the prover. `answers_N`: of
-    dialogues, the tokens that the prover sampled after its first turn; -1 for other rollouts. `checks_N3`: shares of
-    visible and of all tests passed, and whether certified (1 or 0), as in `Checks`; NaN for solutions that were not
-    executed."""
+    dialogues, the tokens that the prover sampled after its first turn; -1 for other rollouts. `checks_N3`: the
+    shares of the visible tests and of all tests that passed, and whether certified (1 or 0), as in `Checks`; NaN for
+    solutions that were not executed."""
 
     helpful_N: Bools
     correct_N: Bools

@@ -166,8 +166,8 @@ class RolloutShards:
         return _open(pa.memory_map(str(path)), path)
 
     def read_where(self, info: ShardInfo, id_prefixes: Sequence[str]) -> list[Rollout]:
-        """The rollouts of a shard whose ids begin with one of these, in the order they were written. No other row
-        becomes a Rollout. Raises DamagedFileError."""
+        """The rollouts of a shard whose ids begin with one of the prefixes, in the order of the shard. Makes no Rollout
+        of other rows. Raises DamagedFileError."""
         batch = self.map(info)
         ids = batch.column("id")
         chosen_N = np.zeros(batch.num_rows, dtype=bool)

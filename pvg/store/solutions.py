@@ -28,8 +28,8 @@ READ_BY_ROW = ("text", "completion_ids")
 
 
 class SolutionRow(NamedTuple):
-    """What a verifier is shown of a row: never its role, never its label. `id` names the row in messages: its shard
-    and its place in it."""
+    """The parts of a row that a verifier may see: never its role or its label. `id` names the row in messages: its
+    shard and its number."""
 
     question: str
     text: str

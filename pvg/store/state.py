@@ -49,7 +49,7 @@ class FileStateStore:
     """The state as a file at `path` (`state.json`), with the commit before it at `state.previous.json`."""
 
     def __init__(self, path: Path, unchanged: Callable[[], None] | None = None) -> None:
-        """`unchanged` is called just before a commit counts; when it raises, the commit has not happened."""
+        """`unchanged` is called just before the rename of a commit. If it raises, nothing is committed."""
         self.path = path
         self._unchanged = unchanged
         self.previous_path = path.with_name(f"{path.stem}.previous{path.suffix}")

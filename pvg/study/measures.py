@@ -108,7 +108,7 @@ def of_rounds(value: Callable[[Mapping[str, float]], float | None]) -> Read:
 
 
 def of_last_step(phase: str, metric: str) -> Read:
-    """From the last step of a phase in each round that has the metric: not every step of a batch has all of them."""
+    """From the last step of a phase in each round that has the metric: with minibatches not every step has it."""
 
     def read(facts: RunFacts) -> Series:
         steps = [step for step in facts.summary.steps if step.phase == phase and metric in step.metrics]

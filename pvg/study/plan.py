@@ -98,7 +98,7 @@ class StudyFile(Section):
     measures: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = DEFAULT_MEASURES
     reference: str | None = None  # the arm that the others are compared with
     processes: Count = 1  # cells played at a time
-    threads: Count | None = None  # of each; None: each model's default, of the cores divided by the processes
+    threads: Count | None = None  # per cell; None: the model's default, at most the cores divided by the processes
     common: dict[str, Any] = Field(default_factory=dict)
     arm: tuple[ArmEntry, ...] = Field(default=(), strict=False)
     grid: dict[str, Any] = Field(default_factory=dict)
@@ -147,7 +147,7 @@ class Cell:
 @dataclass(frozen=True)
 class StudyPlan:
     """A study, ready to be played. `text` is the file's own; `overrides` what --set changed. `threads` is the
-    `models.threads` of all games; where it is 0, each takes its default and at most `most_threads`."""
+    `models.threads` of all games; 0: the default for the model, at most `most_threads`."""
 
     name: str
     about: str
@@ -253,12 +253,12 @@ def load_study(
 
 
 def _threads_so_far(plan: StudyPlan) -> int:
-    """The setting of the cells that are there, 0 without any: a study goes on with what it began with."""
+    """The setting of the cells that exist, 0 if there are none: a study keeps the setting of its first cells."""
     for cell in plan.cells:
         if cell.run.experiment_file.is_file():
             try:
                 return cell.run.experiment().models.threads
-            except PvgError:  # damaged: whoever plays or reads the cell says so
+            except PvgError:  # damaged: playing or reading the cell reports it
                 continue
     return 0
 

@@ -183,7 +183,7 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
 
 
 def _environment(plan: StudyPlan) -> dict[str, str]:
-    """Of a cell: games side by side share the cores where models.threads is 0. A limit that is set already stays."""
+    """A cell's environment. If models.threads is 0, parallel games divide the cores. An existing limit stays."""
     most = {} if plan.threads else {"OMP_NUM_THREADS": str(plan.most_threads)}
     return most | dict(os.environ)
 

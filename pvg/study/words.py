@@ -119,7 +119,7 @@ def counted(number: int, what: str) -> str:
 
 
 def threads_each(threads: int) -> str:
-    """Of each game, by its `models.threads`."""
+    """The threads of each game; `threads` is its `models.threads`."""
     return f"{counted(threads, 'thread')} each" if threads else "threads by the size of the model"
 
 

@@ -6,17 +6,17 @@
 
 Three markers announce an answer:
 
-- `####` with a number behind it (the published form of GSM8K; a heading such as `#### Step` is no answer),
+- `####` with a number after it (the published form of GSM8K; a heading such as `#### Step` is no answer),
 - `\\boxed{...}`,
-- "answer is", "answer:", "answer =" with a number behind it.
+- "answer is", "answer:", "answer =" with a number after it.
 
 Rules:
 
-1. The last marked answer counts, whatever its marker. So a later answer that contradicts an earlier one wins.
+1. The last marked answer counts, whatever its marker. So a later answer replaces an earlier one.
 2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
-   signs, markup and a few filler words may stand around it. A second number, a calculation, a range or an "or" makes it
-   unclear, and the text has no answer. So a solution that names several candidates earns nothing.
-3. A text without any marker is read for its last number. If that one cannot be read (`3/0`, `1,2,3`), there is no
+   signs, markup and a few filler words may surround it. With a second number, a calculation, a range or an "or" the
+   text has no answer. So a solution that names several candidates earns nothing.
+3. If a text has no marker, its last number is the answer. If that is not a valid number (`3/0`, `1,2,3`), there is no
    answer.
 
 A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Nothing is evaluated.
@@ -40,7 +40,7 @@ Marker = Literal["####", "boxed", "phrase", "last number"]
 
 # A digit string or a power of ten beyond this is noise or an attack, never the answer of a word problem.
 MOST_DIGITS = 200
-# An answer begins within this many characters behind its marker, and a box holds at most as many.
+# An answer begins within this many characters after its marker. A box has at most as many characters.
 SEGMENT = 200
 
 NO_ANSWER = "no final answer"
@@ -100,7 +100,7 @@ def same_answer(first: str | None, second: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A marker, and from where to where in the text its answer may begin."""
+    """A marker, and the range of the text in which its answer may begin."""
 
     marker: Marker
     start: int
@@ -118,7 +118,7 @@ BLANK = re.compile(r"\s*+")
 
 
 def _marks(text: str) -> list[_Mark]:
-    """All markers in the order of the text. One within the line of a `####` answer belongs to that answer."""
+    """All markers in the order of the text. A marker within the line of a `####` answer belongs to that answer."""
     hashed: list[_Mark] = []
     ends: list[int] = []  # where the line of each of these ends
     for match in HASHES.finditer(text):
@@ -136,8 +136,8 @@ def _marks(text: str) -> list[_Mark]:
 
 
 def _boxes(text: str) -> Iterator[_Mark]:
-    """The inside of each box that is closed."""
-    opened: list[int] = []  # where the inside of each open brace begins; negative for a brace that is no box
+    """The inside of each closed box."""
+    opened: list[int] = []  # start of the inside of each open brace; negative for a brace that is no box
     for match in BRACES.finditer(text):
         if match[0] != "}":
             opened.append(match.end() if match["box"] else -1)
@@ -146,9 +146,9 @@ def _boxes(text: str) -> Iterator[_Mark]:
 
 
 def _window(text: str, start: int) -> tuple[int, int]:
-    """Begin and end of the line behind a marker, or of the next one when that one is blank, at most SEGMENT characters.
+    """Start and end of the line after a marker, or of the next line if that is blank; at most SEGMENT characters.
 
-    A bullet at the beginning of the next line is not a minus sign.
+    A bullet at the start of the next line is not a minus sign.
     """
     end = min(start + SEGMENT, len(text))
     skipped = BULLET.match(text, start, end) or BLANK.match(text, start, end)
@@ -167,7 +167,7 @@ def _window(text: str, start: int) -> tuple[int, int]:
 # A maximal run of what may belong to one number. It never fails once it has begun, so that scanning a text is linear;
 # whether the run is a number is for `_value` to say.
 def _number(sign: str, joint: str = "") -> re.Pattern[str]:
-    """The pattern of a number: with the signs that it may have, and what may join its digits beside the usual."""
+    """The pattern of a number. `sign`: its possible signs. `joint`: a further pattern that may join its digits."""
     run = (
         r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)\.?[0-9]"
         rf"(?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+"
@@ -181,7 +181,7 @@ def _number(sign: str, joint: str = "") -> re.Pattern[str]:
 TIMES = r"(?:x|\*|×|·|⋅|\\times|\\cdot)"
 # Some write an em dash for a minus sign. In running text it is one only right before the digits.
 NUMBER = _number(sign=r"[-+] ?|\u2014")
-# Behind a marker `1, 000` is one number. In running text it may be a list.
+# After a marker `1, 000` is one number. In running text it may be a list.
 MARKED_NUMBER = _number(sign=r"[-+\u2014] ?", joint=r", (?=[0-9]{3}(?![0-9]))|")
 LEAD = re.compile(
     r"(?:[\s*_`~≈:=>\"'(\[{]|\\[a-zA-Z]++|\\\(|\\\[|\$(?=[-\\*$])|"
@@ -215,7 +215,7 @@ MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
 
 
 def _leading(text: str, start: int, end: int) -> re.Match[str] | None:
-    """The number that leads `text[start:end]`, or what stands behind its last equals sign (`x = 72`)."""
+    """The number at the start of `text[start:end]`, or after its last equals sign (`x = 72`)."""
     for begin in (start, text.rfind("=", start, end) + 1):
         if begin >= start:
             lead = LEAD.match(text, begin, end)
@@ -225,7 +225,7 @@ def _leading(text: str, start: int, end: int) -> re.Match[str] | None:
 
 
 def _only_number(text: str, match: re.Match[str], mark: _Mark) -> tuple[str, Fraction] | None:
-    """Text and value of the number that leads an answer, None where it is not the only one of its answer."""
+    """Text and value of the number at the start of an answer; None if the answer has other numbers."""
     value = _value(match["run"])
     if value is None:
         return None
@@ -241,7 +241,7 @@ def _only_number(text: str, match: re.Match[str], mark: _Mark) -> tuple[str, Fra
 
 
 def _answer_end(text: str, start: int, mark: _Mark) -> int:
-    """Where the line, sentence or box ends whose number ends at `start`."""
+    """The end of the line, sentence or box of a number that ends at `start`."""
     if mark.marker == "boxed":
         return mark.end
     if mark.marker == "phrase":
@@ -252,7 +252,7 @@ def _answer_end(text: str, start: int, mark: _Mark) -> int:
 
 
 def _last_piece(match: re.Match[str]) -> tuple[str, Fraction] | None:
-    """Text and value of a match of NUMBER. Where its run is several numbers, the last one is meant."""
+    """Text and value of a match of NUMBER. If its run is several numbers, the last one counts."""
     run = match["run"]
     value = _value(run)
     if value is None and " " in run and "/" not in run:

@@ -48,11 +48,11 @@ class Gsm8k:
             self._files(split)
 
     def problems(self, split: Split) -> Iterator[Problem]:
-        """The first `limit` problems of at most `max_steps` calculations of the split, in the order of its rows; a
-        question that comes again is left out.
+        """The first `limit` problems of the split with at most `max_steps` calculations, in the order of its rows. A
+        repeated question is omitted.
 
-        Raises ConfigurationError, naming file and line, for a row that is no problem. All rows are checked, whatever
-        the limit.
+        Raises ConfigurationError, which names file and line, for an invalid row. All rows are checked, whatever the
+        limit.
         """
         rows = list(_problems(self._files(split)))
         short = Counter(_digest(question)[:SHORT_ID] for question, _, _ in rows)
@@ -76,7 +76,7 @@ class Gsm8k:
         return Grade(found.value == parse_number(problem.answer), well_formed=True, answer=found.text, note=note)
 
     def _files(self, split: str) -> list[Path]:
-        """The files of a split, in order: in the directory, or in the first folder of the hub's layout that has any."""
+        """The files of a split, in order: from the directory, or from the first of hub.DATA_FOLDERS that has any."""
         for folder in hub.DATA_FOLDERS:
             for pattern in (f"{split}.jsonl", f"{split}.parquet", f"{split}-*.parquet"):
                 if found := sorted((self._directory / folder).glob(pattern)):
@@ -84,7 +84,7 @@ class Gsm8k:
                         check_regular(file)
                     _refuse_gaps(found)
                     return found
-        raise MissingRequirementError(f"There is no file {self._directory / split}.jsonl, nor one of parquet.", REMEDY)
+        raise MissingRequirementError(f"There is no file {self._directory / split}.jsonl or {split}.parquet.", REMEDY)
 
 
 def calculations(solution: str) -> int:
@@ -144,7 +144,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def _refuse_gaps(files: Sequence[Path]) -> None:
-    """Raises MissingRequirementError when a file of a split in several parquet files is missing."""
+    """Raises MissingRequirementError if a split has several parquet files and one is missing."""
     wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
     if len(files) != wanted:
         raise MissingRequirementError(f"{files[0].parent} holds {len(files)} of {wanted} files like {files[0].name}.")

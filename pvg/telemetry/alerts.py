@@ -1,7 +1,7 @@
-"""Known failure modes of the game, seen in its metrics. docs/runbook.md says of each kind what it means and what to do.
+"""Known failure modes of the game, seen in its metrics. docs/runbook.md explains each kind.
 
 Each check is a pure function of the step's metrics and of a little history; an alert is raised when its condition
-begins to hold and again only after it has ceased to, so that a long illness is one line and not a thousand.
+begins to hold, and again only after it has ended. So a long problem gives one alert and not a thousand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EMA_DECAY = 0.8  # about the last five batches: one odd batch raises no alert
 GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed
 
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
-# Alerts about a metric that not every step has. A step without it says nothing: the alert goes on to hold.
+# Alerts about a metric that not every step has. If a step does not have it, the alert still holds.
 OF_ONE_METRIC = {"weights_queue": "weights_queue_s", "verifier_at_chance": "verifier_auc"}
 AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated")
 
@@ -59,8 +59,8 @@ class Alerts:
     active: set[str] = field(default_factory=set)
 
     def check(self, metrics: Mapping[str, float], *, new_batch: bool = True) -> list[Alert]:
-        """The alerts that begin with this step. The averages take in the figures of a batch once: a further step on the
-        same batch is no `new_batch`."""
+        """The alerts that begin with this step. The averages include each batch once: for a further step on the same
+        batch, `new_batch` is False."""
         if new_batch:
             self._average(metrics)
         found = self._conditions(metrics)

@@ -355,8 +355,8 @@ def _prover() -> list[Metric]:
             "repeated",
             "share",
             NEITHER,
-            "Rollouts with the prompt and the tokens of an earlier one of the batch: the trainer computes these once "
-            "(training.shared_prompts). It rises as the policy becomes certain.",
+            "Rollouts that repeat the prompt and the tokens of another one of the batch, so that the trainer does not "
+            "compute them again (training.shared_prompts). It rises as the policy's entropy falls.",
         ),
         *_in(PROVER, "staleness", "versions", LOWER, "Mean versions by which the batch's rollouts are behind."),
         *_in(PROVER, "staleness_max", "versions", LOWER, "Versions by which the oldest rollout is behind."),
@@ -495,7 +495,7 @@ def _device() -> list[Metric]:
             "core_wait",
             "share",
             LOWER,
-            "Of the time in which threads of this process were ready to run, the share in which they waited (Linux).",
+            "Share of the time in which threads of this process were ready to run but waited for a core (Linux).",
         ),
         *_in(place, "rss_bytes", "bytes", LOWER, "Memory resident for this process and its children."),
         *_in(place, "memory_used_bytes", "bytes", LOWER, "Memory of the machine that is not available."),
@@ -506,28 +506,28 @@ def _device() -> list[Metric]:
             "gpu{i}_memory_activity",
             "share",
             NEITHER,
-            "Time in which GPU i's memory was read or written at all (NVML); not the share of its bandwidth.",
+            "Time in which GPU i read or wrote its memory at all (NVML); not the share of the bandwidth.",
         ),
         *_in(
             place,
             "gpu{i}_sm_activity",
             "share",
             HIGHER,
-            "Streaming multiprocessors of GPU i with at least one warp since the sample before (GPM, Hopper on).",
+            "Streaming multiprocessors of GPU i with at least one warp since the sample before (GPM, from Hopper on).",
         ),
         *_in(
             place,
             "gpu{i}_sm_occupancy",
             "share",
             HIGHER,
-            "Warps on the streaming multiprocessors of GPU i, of the most that fit (GPM).",
+            "Warps on the streaming multiprocessors of GPU i, as a share of the maximum (GPM).",
         ),
         *_in(
             place,
             "gpu{i}_memory_bandwidth",
             "share",
             NEITHER,
-            "Bandwidth of GPU i's memory that was used, of the most that it has (GPM).",
+            "Used memory bandwidth of GPU i, as a share of the maximum (GPM).",
         ),
         *_in(place, "gpu{i}_memory_bytes", "bytes", NEITHER, "Memory in use on GPU i, by all processes."),
         *_in(place, "gpu{i}_memory_total_bytes", "bytes", NEITHER, "Memory of GPU i."),
@@ -567,16 +567,18 @@ INTRODUCTION = """# Metrics
 
 <!-- Written by `python -m pvg.telemetry.catalogue` from pvg/telemetry/catalogue.py; a test holds the two equal. -->
 
-Every metric that a run emits. TensorBoard, Weights & Biases and trackio show the full name, `place/name`. In
-`metrics.jsonl` the same value stands under `name`, in a record whose `kind` (and `phase`, for steps) tells the place; a
-value that does not exist (a share of nothing) is `null` there and left out of the sinks. On the Prometheus endpoint
-(`telemetry.metrics_port`) the name is in the last column, with the unit as its suffix and the phase, the round or the
-GPU as labels. The endpoint also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind`
-([runbook.md](runbook.md) lists the kinds).
+This page is for people who read or plot the metrics of a run. It lists every metric that a run emits.
 
-With `training.minibatches` above 1, several steps learn from one batch. What is measured of the batch (its rollouts,
-rewards and scores, and how it was sampled) stands in the record of the first of these steps only, and what a weight
-update measures in the record of the last.
+TensorBoard, Weights & Biases and trackio show the full name, `place/name`. `metrics.jsonl` has the same value under
+`name`, in a record whose `kind` (and `phase`, for steps) gives the place. A value that does not exist (a share of
+nothing) is `null` there, and the sinks leave it out. The last column has the name on the Prometheus endpoint
+(`telemetry.metrics_port`), with the unit as its suffix and the phase, the round or the GPU as labels. The endpoint
+also serves `pvg_step`, `pvg_round` and the counter `pvg_alerts_total` with the label `kind` ([runbook.md](runbook.md)
+lists the kinds).
+
+With `training.minibatches` above 1, several steps learn from one batch. Metrics of the batch (its rollouts, rewards
+and scores, and how it was sampled) are then only in the record of the first of these steps. Metrics of a weight
+update are only in the record of the last.
 
 "Better" is the direction in which a healthy experiment moves the metric, other things being equal; a dash where there
 is none, or where two players pull in opposite directions.

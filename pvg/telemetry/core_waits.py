@@ -1,9 +1,9 @@
-"""How long this process's threads waited for a core: the sign of a machine that others use too.
+"""How long this process's threads waited for a core: the sign of a shared machine.
 
     waits = CoreWaits()
     ...
-    found = waits.take()            # since the last take; None where the kernel does not say
-    found.share                     # 0.4: ready to run for 10 s, on a core for 6 s of them
+    found = waits.take()            # since the last take; None if the kernel does not count it
+    found.share                     # 0.4: of 10 s ready to run, 4 s without a core
 
 The figures are the Linux kernel's own (/proc/self/task/*/schedstat): nanoseconds on a core, and nanoseconds in which
 the thread was ready to run while the core ran something else. Neither counts a thread that sleeps or waits for a lock.
@@ -21,13 +21,13 @@ import psutil
 TASKS = Path("/proc/self/task")
 # Share of a window above which the machine counts as shared. Two programs that compute on one core give 0.5.
 SHARED = 0.2
-LEAST_CPU = 0.2  # cores in use, below which nothing waits that matters
+LEAST_CPU = 0.2  # cores in use; below this, waiting does not matter
 
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Of a window, in seconds: `ran_s` on a core and `waited_s` for one, summed over the threads; `longest_s` is the
-    wait of the thread that waited longest, so at most the length of the window."""
+    """Times in a window, in seconds: `ran_s` on a core and `waited_s` for one, summed over the threads. `longest_s`:
+    the longest wait of one thread, at most the length of the window."""
 
     ran_s: float
     waited_s: float
@@ -35,7 +35,7 @@ class CoreTime:
 
     @property
     def share(self) -> float:
-        """Of the time in which threads were ready to run, that in which they waited."""
+        """Time that threads waited for a core / time that they were ready to run."""
         ready_s = self.ran_s + self.waited_s
         return self.waited_s / ready_s if ready_s else 0.0
 
@@ -45,11 +45,11 @@ class CoreTime:
         return self.share > SHARED
 
     def __add__(self, other: CoreTime) -> CoreTime:
-        """Of both windows; `longest_s` is then the sum of the longest waits of each."""
+        """The sum of both windows; `longest_s` is the sum of the longest waits of each."""
         return CoreTime(self.ran_s + other.ran_s, self.waited_s + other.waited_s, self.longest_s + other.longest_s)
 
     def event_fields(self) -> dict[str, float]:
-        """By the names of the "[loop] lag" lines in events.log."""
+        """The fields of a "[loop] lag" line in events.log."""
         return {
             "ran_ms": 1e3 * self.ran_s,
             "waited_ms": 1e3 * self.waited_s,
@@ -70,22 +70,22 @@ class CoreWaits:
         self._before = self._read()
 
     def take(self) -> CoreTime | None:
-        """Since the last take, at first since the start. A thread that has ended takes its last bit with it. None where
-        there is no such folder or no such count: on other systems than Linux, and in some containers."""
+        """The times since the last take, or since the start. The last part of a thread that has ended is missing. None
+        if there is no such folder or no such count: on other systems than Linux, and in some containers."""
         before, self._before = self._before, self._read()
         if not any(ran for ran, _ in self._before.values()):
             return None
         ran, waited = [], []
         for thread, (ran_ns, waited_ns) in self._before.items():
             ran_before, waited_before = before.get(thread, (0, 0))
-            if ran_ns < ran_before:  # another thread with the number of one that has ended
+            if ran_ns < ran_before:  # a new thread has the number of one that has ended
                 ran_before = waited_before = 0
             ran.append((ran_ns - ran_before) / 1e9)
             waited.append((waited_ns - waited_before) / 1e9)
         return CoreTime(sum(ran), sum(waited), max(waited))
 
     def _read(self) -> dict[str, tuple[int, int]]:
-        """(ran, waited) nanoseconds so far, by the thread's number. Empty where nothing can be read."""
+        """(ran, waited) nanoseconds so far, by the thread's number. Empty if nothing can be read."""
         found: dict[str, tuple[int, int]] = {}
         if not self._tasks.is_dir():
             return found
@@ -99,8 +99,8 @@ class CoreWaits:
 
 
 def crowding(metrics: Mapping[str, float]) -> str | None:
-    """What to say of a "device" record in which this process's threads waited for cores; None: nothing. The cores that
-    other processes used tell them from threads of our own that stand in each other's way."""
+    """The notice for a "device" record in which this process's threads waited for cores; None: no notice. If other
+    processes used no cores, this process has more threads than cores."""
     share, own = metrics.get("core_wait", 0.0), metrics.get("process_cpu", 0.0)
     if share <= SHARED or own < LEAST_CPU or "cpu" not in metrics:
         return None

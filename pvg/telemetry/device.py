@@ -36,8 +36,8 @@ class GpuUnavailableError(Exception):
 
 
 class Gpu(Protocol):
-    """One GPU: `read` returns what it offers of utilisation, memory_activity and GPM's shares (0..1), memory_bytes,
-    memory_total_bytes and power_w, and raises GpuUnavailableError once it no longer answers."""
+    """One GPU. `read` returns those that the GPU offers: utilisation, memory_activity and GPM's shares (0..1),
+    memory_bytes, memory_total_bytes and power_w. It raises GpuUnavailableError if the GPU no longer answers."""
 
     def read(self) -> dict[str, float]: ...
 
@@ -48,9 +48,10 @@ class DeviceSampler:
     """Samples every `interval_s` seconds from `start` to `stop`, the first time at once.
 
     The names are those of the "device" records: cpu (share of all cores of the machine) and process_cpu (cores in use)
-    over the time since the sample before, hence not in the first; core_wait, where the kernel counts it, the share of
-    that time's ready threads that waited (pvg.telemetry.core_waits); rss_bytes of this process and its children, shared
-    pages counted in each; memory_used_bytes and memory_total_bytes of the machine; gpu{i}_... of every GPU.
+    over the time since the sample before, hence not in the first; core_wait, if the kernel counts it, the time
+    that threads waited for a core / the time that they were ready to run (pvg.telemetry.core_waits); rss_bytes of this
+    process and its children, shared pages counted in each; memory_used_bytes and memory_total_bytes of the machine;
+    gpu{i}_... of every GPU.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class HostReader:
 
 
 def peak_memory() -> dict[str, float]:
-    """The most memory that this process has held since it began, by the system's own count: rss_bytes, and, where
-    this process has used CUDA, gpu_bytes, which torch's allocator took from the fullest GPU."""
+    """The peak memory of this process, as the system counts it: rss_bytes. If this process has used CUDA, also
+    gpu_bytes, the memory that torch's allocator reserved on the fullest GPU."""
     peaks = {"rss_bytes": float(_peak_rss())}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -175,12 +176,12 @@ def peak_memory() -> dict[str, float]:
 
 
 def larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Of every peak the larger one."""
+    """The larger value of each peak."""
     return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in sorted({*one, *other})}
 
 
 def _peak_rss() -> int:
-    """Bytes. On Linux from /proc: getrusage would count what the parent held before this program was started."""
+    """Bytes. On Linux from /proc, because getrusage includes the parent's memory before this program was started."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -195,7 +196,7 @@ def _peak_rss_elsewhere() -> int:
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # kB everywhere but there
+    return most if sys.platform == "darwin" else most * 1024  # kB on all systems but macOS
 
 
 def _machine_seconds() -> tuple[float, float]:
@@ -280,7 +281,7 @@ class NvmlGpu:
             return  # a lost GPU cannot be told good-bye, and who dropped it has said so
 
     def _utilisation(self) -> dict[str, float]:
-        """Shares of time, as the driver samples it: neither says how much of the GPU was at work."""
+        """Shares of time, as the driver samples it. Neither says how much of the GPU worked."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
         return {"utilisation": rates.gpu / 100, "memory_activity": rates.memory / 100}
 
@@ -296,10 +297,10 @@ class NvmlGpu:
 
 
 class GpmShares:
-    """Shares between two reads from NVML's GPM metrics (Hopper and later), each averaged over the time between.
+    """NVML's GPM metrics (Hopper and later), each averaged over the time between two reads.
 
-    sm_activity: streaming multiprocessors (SMs) with at least one warp; sm_occupancy: warps on the SMs, of the most
-    that fit; memory_bandwidth: bytes moved to and from the GPU's memory, of the most that it can move.
+    sm_activity: streaming multiprocessors (SMs) with at least one warp; sm_occupancy: warps on the SMs / their maximum;
+    memory_bandwidth: bytes moved to and from the GPU's memory / the maximum.
     """
 
     METRICS: ClassVar = {
@@ -323,7 +324,8 @@ class GpmShares:
         return cls(nvml, handle) if supported else None
 
     def read(self) -> dict[str, float]:
-        """0..1 by name since the last read. Empty in the first; without those that the driver has no value for."""
+        """0..1 by name since the last read. Empty in the first read; without metrics for which the driver has no
+        value."""
         nvml = self._nvml
         nvml.nvmlGpmSampleGet(self._handle, self._newer)
         filled, self._filled = self._filled, True

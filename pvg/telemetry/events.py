@@ -52,7 +52,7 @@ class EventLog:
             raise RuntimeError("The event log is closed.")
         try:
             os.write(self._file, (text + "\n").encode())
-        except OSError as error:  # it knows the number of the file only
+        except OSError as error:  # the error has no file name yet
             error.filename = str(self._path)
             raise
 

@@ -130,7 +130,7 @@ class LoopLagMonitor:
 
 
 def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = None) -> list[Alert]:
-    """One alert for each threshold of `section` that the window exceeds. `cores`: of the same window; None: unknown."""
+    """One alert for each threshold of `section` that the window exceeds. `cores`: the same window's; None: unknown."""
     measured: dict[AlertKind, tuple[float, float]] = {
         "loop_lag_p90": (window.p90_s, section.loop_lag_p90_s),
         "loop_lag_p99": (window.p99_s, section.loop_lag_p99_s),
@@ -139,7 +139,7 @@ def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = Non
     if cores is not None and cores.shared:
         reason = (
             f"The cores are shared: pvg's threads ran for {cores.ran_s:.3g} s and waited {cores.waited_s:.3g} s for a "
-            "core meanwhile. Stop what else runs on this machine, or give pvg cores of its own."
+            "core. Stop other programs on this machine, or reserve cores for pvg."
         )
     else:
         reason = "Something computes on the event loop that should run in a thread."
@@ -155,11 +155,11 @@ def warnings(window: LagWindow, section: Telemetry, cores: CoreTime | None = Non
 
 
 class Heartbeat:
-    """Watches the event loop and the run from a thread, so that it can report a loop that is blocked at the moment.
+    """Watches the event loop and the run from a thread, so that it can report a loop that is still blocked.
 
-    `beat` is called on the loop; while it has not come back for longer than `limit_s`, the loop counts as blocked.
-    `on_look(blocked)` is called in the thread at every look; `blocked` is None, or an alert that names the code that
-    blocks the loop.
+    It schedules a callback on the loop. If the callback does not run within `telemetry.loop_lag_max_s`, the loop
+    counts as blocked. `on_look(blocked)` is called in the thread at every check; `blocked` is None, or an alert that
+    names the code that blocks the loop.
     """
 
     def __init__(self, section: Telemetry, on_look: Callable[[Alert | None], None]) -> None:
@@ -173,7 +173,7 @@ class Heartbeat:
         self._answered = True
 
     def start(self) -> None:
-        """Start the thread. Must be called on the event loop that it shall watch."""
+        """Start the thread. Call this on the event loop to watch."""
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._thread.start()
 

@@ -3,10 +3,9 @@
     async with Monitoring(experiment.telemetry, record=ledger.record, log=ledger.log.line, ...) as monitoring:
         monitoring.step(round_, phase, step, metrics, budget.exposed, budget.busy)
 
-Invariants: everything that is handed in but `announce` is called from the event loop's thread, and nothing after the
-block is left, however it is left; what was started is stopped with it; nothing here changes what a run computes. The
-one error that surfaces from it is one that `record`, `log` or `announce` raise, such as a full disk: at the next step,
-or at the end of the block.
+Invariants: all callbacks but `announce` run in the event loop's thread, and none runs after the block has ended; all
+threads and tasks stop with the block; nothing here changes what a run computes. Only errors of `record`, `log` or
+`announce`, such as a full disk, surface: at the next step, or at the end of the block.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ if TYPE_CHECKING:
     from pvg.telemetry.prometheus import MetricsEndpoint
 
 
-CROWDED_SAMPLES = 3  # in a row, before the user is told: a compiler that runs for a few seconds is no news
+CROWDED_SAMPLES = 3  # in a row before the notice: a few seconds of another program do not matter
 
 
 class Monitoring:
     """Watches one process of a run.
 
     `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` a sentence for the
-    user. An alert that begins to hold is told twice: `announce` shows it and may be called from any thread, also while
-    the loop is blocked; `alert` records it, on the loop. `first_step` is how many steps earlier processes of the
-    run have played: the step axis of the sinks goes on from there.
+    user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the loop
+    is blocked; `alert` records it, on the loop. `first_step` is the number of steps that earlier processes of the run
+    have played: the step axis of the sinks continues from there.
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class Monitoring:
         self._failure: Exception | None = None
         self._open = False
         self._board: SinkBoard | None = None
-        self._commands: SinkBoard | None = None  # apart, so that a slow command does not hold up the metrics
+        self._commands: SinkBoard | None = None  # a separate board, so that a slow command does not delay the metrics
         self._sampler = DeviceSampler(section.device_every_s, self._sampled, self._noticed)
         self._lag = LoopLagMonitor(section.loop_lag_hz)
-        self._waits = CoreWaits()  # of the windows of the lag
+        self._waits = CoreWaits()  # in the windows of the lag
         self._crowded = 0  # samples in a row in which the cores were shared
         self._crowding_told = False
         self._heartbeat = Heartbeat(section, self._looked)
@@ -158,7 +157,7 @@ class Monitoring:
         whole: bool = True,
     ) -> None:
         """A finished step: its metrics, and its seconds by part, exposed and busy. `step` is its number in its phase.
-        The metrics of a step that is not `whole` stand beside those of the step before it.
+        The metrics of a step that is not `whole` are added to those of the step before it.
 
         Raises what `record` or `log` raised since the last step.
         """
@@ -238,7 +237,7 @@ class Monitoring:
             self._end("stall")
 
     def _begin(self, alert: Alert) -> None:
-        """Tell of an alert from any thread, unless it holds already."""
+        """Announce and record an alert from any thread, unless it holds already."""
         with self._holding:
             if alert.name in self._held:
                 return
@@ -280,7 +279,7 @@ class Monitoring:
         self._look_for_crowding(metrics)
 
     def _look_for_crowding(self, metrics: Mapping[str, float]) -> None:
-        """One notice in a run's process: the metric tells the rest."""
+        """At most one notice per process; the metric core_wait has the details."""
         message = crowding(metrics)
         self._crowded = 0 if message is None else self._crowded + 1
         if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_told:

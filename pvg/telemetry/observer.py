@@ -1,6 +1,6 @@
-"""How a run tells whoever watches what it is doing: the live display, a test, or nobody.
+"""The interface through which a run reports its progress: to the live display, to a test, or to nothing.
 
-A run calls an observer from its event loop, often; an observer must return at once and must not raise. Only `alerted`
+A run often calls an observer from its event loop, so an observer must return at once and must not raise. Only `alerted`
 may be called from another thread: an alert about a blocked loop cannot wait for the loop.
 """
 

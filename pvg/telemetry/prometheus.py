@@ -53,8 +53,8 @@ LIMIT_S = 10.0  # for a whole request and its answer; Prometheus itself gives up
 
 
 class BoundedServer(ThreadingWSGIServer):
-    """A thread per connection. A connection that is one too many is closed at once, one that takes too long as soon as
-    the server's loop looks at it, every half second."""
+    """A thread per connection. Closes connections beyond CONNECTIONS at once. Every half second it closes connections
+    that are older than `limit_s`."""
 
     limit_s = LIMIT_S
 
@@ -80,7 +80,7 @@ class BoundedServer(ThreadingWSGIServer):
         self.end_connections(self.limit_s)
 
     def end_connections(self, limit_s: float = 0.0) -> None:
-        """End those that have been open for longer than `limit_s`: their threads then find the socket at its end."""
+        """Shut down connections that have been open for longer than `limit_s`. Their threads then end."""
         now = time.monotonic()
         with self._lock:
             for request, began in self._began.items():
@@ -91,14 +91,14 @@ class BoundedServer(ThreadingWSGIServer):
                         continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is no error of the run's; anything else is printed, as the base class does."""
+        """Ignore clients that have disconnected; print all other errors, as the base class does."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: the terminal is the run's."""
+        """Log no requests: they would disturb the run's display."""
 
 
 class MetricsEndpoint(MetricSink):
@@ -114,7 +114,7 @@ class MetricsEndpoint(MetricSink):
         self._lock = threading.Lock()
         self._alerts = Counter("pvg_alerts", "Alerts of this process, by kind.", ("kind",), registry=self._registry)
         for kind in get_args(AlertKind):
-            self._alerts.labels(kind)  # from 0 on, so that a rate sees the first alert
+            self._alerts.labels(kind)  # starts at 0, so that `increase` counts the first alert
         application = make_wsgi_app(self._registry)
         try:
             self._server = make_server(host, port, application, BoundedServer, handler_class=QuietHandler)
@@ -146,7 +146,7 @@ class MetricsEndpoint(MetricSink):
             self._set("pvg_round", "The round being played.", {}, point.round)
 
     def alert(self, point: AlertPoint) -> None:
-        """Count it."""
+        """Count the alert."""
         self._alerts.labels(point.kind).inc()
 
     def close(self) -> None:

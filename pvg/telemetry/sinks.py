@@ -52,7 +52,8 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class AlertPoint:
-    """An alert as it begins to hold. `time` is in seconds since 1970, `kind` is the alert's name, `run` the run's."""
+    """An alert that begins to hold. `time` is in seconds since 1970, `kind` is the alert's name, `run` the run's
+    name."""
 
     time: float
     step: int
@@ -76,8 +77,8 @@ Point = MetricPoint | AlertPoint | ExamplesPoint
 
 
 class MetricSink(Protocol):
-    """Takes points, in order, all from one thread. `close` is called once, also after `write` has failed. A sink that
-    shows no alerts, or no tables, leaves those methods out."""
+    """Takes points in order, from one thread. `close` is called once, also after `write` has failed. A sink without
+    alerts or tables does not define those methods."""
 
     def write(self, point: MetricPoint) -> None: ...
 
@@ -220,10 +221,10 @@ class TrackioSink(MetricSink):
 
 
 class AlertCommand(MetricSink):
-    """Runs a command of the user's for each alert, with the alert as one JSON object on its standard input.
+    """Runs the user's command for each alert, with the alert as one JSON object on its standard input.
 
-    A command that fails or takes longer than `limit_s` seconds gets one notice per process; the next alert is sent to
-    it all the same. The command is run without a shell; its output is discarded.
+    The first failure in a process (or the first command killed after `limit_s` seconds) gives a notice. Later alerts
+    still run the command. It runs without a shell, and its output is discarded.
     """
 
     def __init__(self, command: Sequence[str], limit_s: float, on_notice: Callable[[str], None]) -> None:
@@ -234,7 +235,7 @@ class AlertCommand(MetricSink):
         return
 
     def alert(self, point: AlertPoint) -> None:
-        # Standard error goes into a file: a pipe would have to be read until what the command leaves behind has ended.
+        # Standard error goes into a file: a pipe stays open while processes that the command has started still run.
         with tempfile.TemporaryFile() as errors:
             try:
                 done = subprocess.run(
@@ -322,7 +323,7 @@ class SinkBoard:
             raise RuntimeError("SinkBoard.write after close")
 
     def alert(self, point: AlertPoint) -> None:
-        """Hand an alert over; returns at once. After `close` there is nobody left to show it to."""
+        """Hand an alert over; returns at once. Does nothing after `close`."""
         self._put(point)
 
     def examples(self, point: ExamplesPoint) -> None:

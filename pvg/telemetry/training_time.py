@@ -1,6 +1,6 @@
 """The parts of a step's time that are the trainer's work. A run's `trainer_idle` is the share of all other time.
 
-Only the `pipeline` profile, which also plays the steps synchronously, can count this work at its synchronous cost.
+Only the `pipeline` profile can count this work at its synchronous cost, because it also plays the steps synchronously.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ class PolicyBatch:
 
     `sampled_logprobs[n]` float32 [C] are the log-probs, in nats, under the policy that the ratio is taken against (the
     sampler's, or those recomputed with its weights); `reference_logprobs[n]` likewise under the KL's reference policy.
-    `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: where they are there, the
-    ratio is taken against them. `stale_N` marks the rows that need them in the only step of a batch: there the policy
-    at batch start is the one that is trained, and the forward pass of the step computes them.
+    `proximal_logprobs[n]` are those under the policy at batch start, for a decoupled clip: if present, the ratio is
+    taken against them. `stale_N` marks the rows that need them if a batch has only one step: then the policy at batch
+    start is the one that is trained, and the step's own forward pass computes them.
     `role_ids_N` holds Role.number, `versions_N` the oldest policy version of each row. `row_weights_N` makes the loss
     a plain sum over rows; an objective's `prepare` fills it. `routed_experts[n]` [P + C - 1, layers, k]: the experts
-    that the sampler's model chose, for all rows or for none; handed over as they came, never copied.
+    that the sampler's model chose, for all rows or for none; never copied.
 
     Raises ValueError when the lengths do not fit together.
     """

@@ -53,7 +53,7 @@ class ForwardSettings:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether rows of the same tokens are computed once. With a router replay they may differ in their experts."""
+        """Whether rows of the same tokens are computed once. Not with a router replay: their experts may differ."""
         return self.shared_prompts and not self.router_replay
 
     @classmethod
@@ -82,7 +82,7 @@ def forward_batches(
     balanced: bool = False,
 ) -> list[NDArray[np.int64]]:
     """`rows` of the batch in parts that fit into one forward pass each, of at most `max_rows` rows; `balanced`: as many
-    as without it, of like size. Without `max_rows`, rows that are computed once come together and count once.
+    parts as without it, of similar size. Without `max_rows`, rows of the same tokens are in one part and count once.
 
     Raises ConfigurationError when a single row is over the token budget.
     """
@@ -99,7 +99,7 @@ def forward_batches(
 def _batches(
     batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None, balanced: bool
 ) -> list[NDArray[np.int64]]:
-    """`forward_batches`, each row by itself."""
+    """`forward_batches`, with each row counted separately."""
     lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
     prompt_of_N = None
     if settings.shared_prompts:

@@ -222,7 +222,7 @@ class PolicyObjective:
 
     @property
     def decoupled(self) -> bool:
-        """Whether stale rows, and no others, are weighted and clipped around the policy at batch start."""
+        """Whether only stale rows are weighted and clipped around the policy at batch start."""
         return self._section.off_policy == "decoupled" and not self.weighs_all
 
     @property
@@ -238,7 +238,7 @@ class PolicyObjective:
 
     @property
     def one_step(self) -> bool:
-        """Whether a batch is trained on in one step, whose forward pass computes the log-probs at batch start."""
+        """Whether a batch has one step, so that the step's forward pass computes the log-probs at batch start."""
         return self._section.minibatches == 1
 
     # --- what is adapted from step to step ----------------------------------------------------------------------------

@@ -4,9 +4,9 @@
                             executor=executor, prover_fingerprint=prover.tokenizer.fingerprint)
     scores = await scorer.score(rollouts)
 
-Concurrent calls share one queue, hence batches; requests for a solution that is being computed wait for it. What the
-verifier reads of the rollouts is put together in a thread: 256 solutions of 16,384 tokens take 50 ms, and seconds where
-their text is tokenized again for a verifier with another vocabulary.
+Concurrent calls share one queue, and so share batches; requests for a solution in computation wait for it. A thread
+makes the verifier's input: 256 solutions of 16,384 tokens take 50 ms, and seconds if their text is tokenized again for
+a verifier with another vocabulary.
 
 Invariant 2: a score is returned only if nothing but the scorer's present version had a part in it. The cache's key
 holds the version; and when it changes, whatever is under way is forgotten and whoever waits for it starts again,
@@ -68,8 +68,8 @@ class VerifierScorer(Scorer):
 
     `prover_fingerprint` is the fingerprint of the tokenizer that sampled the rollouts: where it is the verifier's own,
     token ids are reused; without it solutions are encoded from their text. `backend` computes the scores of `model`,
-    and has its own executor and references; without one this process does. `reading` has the thread that makes the
-    verifier's input of rollouts; with one thread, concurrent calls keep their order. None: the event loop's threads.
+    and has its own executor and references; without one this process does. `reading` makes the verifier's
+    input of rollouts; with one thread, concurrent calls keep their order. None: the event loop's default executor.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class VerifierScorer(Scorer):
                 return np.asarray(scores, dtype=np.float32)
 
     def _inputs(self, rollouts: Sequence[Scorable]) -> list[ScoreInput]:
-        """In the reading thread: it uses nothing that a change of version changes."""
+        """Runs in the reading thread. It uses nothing that depends on the version."""
         return [self._input(rollout) for rollout in rollouts]
 
     def _input(self, rollout: Scorable) -> ScoreInput:

@@ -85,10 +85,10 @@ def test_what_stands_behind_the_percentiles_is_said() -> None:
 def test_what_updates_cost_generation_is_said_beside_their_times() -> None:
     dedicated = client("weights.client=dedicated", 12.0)
     found = notes(report(client("weights.client=shared", 900.0), dedicated))
-    assert "Of the tokens/s before and after, updates cost: 26 % back to back and 1 % once a step (dedicated)." in found
+    assert "Updates reduce the streams' tokens/s by 26 % back to back and 1 % once a step (dedicated)." in found
     samples = {name: each for name, each in dedicated.samples.items() if name != "tokens_per_s_stepped"}
     older = report(dedicated.model_copy(update={"samples": samples}))
-    assert "Of the tokens/s before and after, updates cost: 26 % back to back (dedicated)." in notes(older)
+    assert "Updates reduce the streams' tokens/s by 26 % back to back (dedicated)." in notes(older)
     assert "tokens/s once a step" not in cost_cells(older).header
 
 

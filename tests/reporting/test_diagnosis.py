@@ -124,7 +124,7 @@ def test_a_shared_machine_is_named_and_the_loop_is_not_blamed(tmp_path: Path) ->
     assert "waited_ms=1000" in shared.evidence[0].text
     for finding in found.findings:
         assert finding.settings == ("models.threads",)
-        assert "Stop what else runs" in finding.remedy
+        assert "Stop other programs" in finding.remedy
     assert "computes on the event loop" not in lag.remedy
     assert "24 s of it while pvg's threads waited for cores" in lag.says
 
@@ -146,7 +146,7 @@ def test_what_the_program_itself_does_to_the_loop_is_not_blamed_on_the_machine(t
 
 @pytest.mark.parametrize(
     ("threads", "settings", "advice"),
-    [(1, (), "cores of its own"), (2, ("models.threads",), "models.threads = 1"), (8, ("models.threads",), "lower it")],
+    [(1, (), "reserve cores"), (2, ("models.threads",), "models.threads = 1"), (8, ("models.threads",), "lower it")],
 )
 def test_fewer_threads_are_advised_where_there_are_several(
     threads: int, settings: tuple[str, ...], advice: str, tmp_path: Path

@@ -116,7 +116,7 @@ def test_missing_data_says_how_to_set_the_path(tmp_path):
         open_task(Gsm8kTask())
     (tmp_path / "train.jsonl").write_text(line(*ROWS[0]))
     with pytest.raises(
-        MissingRequirementError, match=r"no file .*test\.jsonl, nor one of parquet\. Set it with --set task\.path="
+        MissingRequirementError, match=r"no file .*test\.jsonl or test\.parquet\. Set it with --set task\.path="
     ):
         open_task(Gsm8kTask(path=tmp_path))
 

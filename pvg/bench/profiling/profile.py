@@ -109,8 +109,8 @@ def profile_stage(
 
 
 def profile_run(run: RunDirectory, folder: Path) -> Profiled:
-    """The timeline of a run, from the spans and samples it has written. Raises UsageError when it has none, and
-    DamagedFileError when they are not those that were committed."""
+    """The timeline of a run, from its spans and samples. Raises UsageError if it has none, and DamagedFileError if they
+    differ from the commit."""
     if not run.spans.is_file():
         raise UsageError(f"The run {run.name!r} has no {run.spans.name}.", "It has not finished a step yet.")
     state = next(iter(FileStateStore(run.state).commits()), {})

@@ -1,11 +1,11 @@
-"""Steps of the game on a machine that others use: beside 0, 1 and 2 busy processes, with many threads or with few.
+"""Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
 
-    pvg bench --profile contention      # one thread for each core against the default, samples in turn
+    pvg bench --profile contention      # one thread for each core against the default, in turn
 
 A sample is `steps` optimizer steps of the e2e workload with no busy process, then the same beside one, then beside
-two. The steps run in a child process (pvg.bench.workloads.contention_child): a process has one number of threads, and
-two pools of threads in one process slow each other down. The child sleeps while the other variant is measured. `kept_1`
-is the throughput beside one busy process over the idle throughput of the same sample; 1 is ideal.
+two. The steps run in a child process (pvg.bench.workloads.contention_child), because two pools of threads in one
+process slow each other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside
+one busy process divided by the idle throughput of the same sample; 1 is ideal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError where the number of threads is given twice, and for what e2e cannot measure."""
+    """Raises ConfigurationError if models.threads is set too, and for settings that e2e cannot measure."""
     own, experiment = workload_settings(Settings, settings), settings.experiment
     if experiment.models.threads:
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class ChildFailedError(PvgError):
-    """The process that plays the steps could not, and says why."""
+    """The process that plays the steps reported an error."""
 
 
 class Contention:
@@ -65,8 +65,8 @@ class Contention:
         "step_s": Measure("s", "lower", "wall time of one optimizer step with no busy process beside it"),
         "step_1_s": Measure("s", "lower", "the same beside one busy process"),
         "step_2_s": Measure("s", "lower", "the same beside two busy processes"),
-        "kept_1": Measure("1", "higher", "share of the idle throughput that is left beside one busy process"),
-        "kept_2": Measure("1", "higher", "share of the idle throughput that is left beside two busy processes"),
+        "kept_1": Measure("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
+        "kept_2": Measure("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
     }
 
     def __init__(self, experiment: Experiment, own: Settings) -> None:
@@ -108,8 +108,8 @@ class Contention:
         }
 
     def derived(self) -> dict[str, float]:
-        """The threads, and over all samples the share of their ready time in which they waited for a core, by the
-        number of busy processes (not where the kernel does not count it)."""
+        """The number of threads, and, by the number of busy processes, the share of their ready time in which they
+        waited for a core, over all samples. On other systems than Linux only the number of threads."""
         found = {"threads": float(self._opened["threads"])}
         for beside, times in self._times.items():
             if ready_s := sum(time.ran_s + time.waited_s for time in times):
@@ -124,7 +124,7 @@ class Contention:
             await process.wait()
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ChildFailedError for what the child could not do, RuntimeError when it has ended."""
+        """Raises ChildFailedError for an error that the child reports, RuntimeError if it has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -1,13 +1,13 @@
-"""Plays steps of the e2e workload in a process with a number of threads of its own, whenever it is asked to.
+"""Plays steps of the e2e workload on request, in a process with its own number of threads.
 
     python -m pvg.bench.workloads.contention_child
 
 Reads one JSON object per line from standard input and answers each with one on standard output:
 
-    {"experiment": {...}, "steps": n}   first of all   -> {"threads": n, "work": {...}}
+    {"experiment": {...}, "steps": n}   the first line -> {"threads": n, "work": {...}}
     {"sample": index}                                  -> {"step_s": seconds, "core_time": {...} or null}
 
-What a user can mend is answered with {"error": "..."}. The end of the input ends it.
+It answers a user's mistake with {"error": "..."}. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pvg.telemetry.spans import Tracer
 
 
 async def play(experiment: Experiment, steps: int) -> None:
-    """Reading blocks the event loop, and may: between two samples there is nothing for it to do."""
+    """Reading blocks the event loop. That is harmless, because the loop has no work between two samples."""
     workload, tracer = EndToEnd(experiment, Settings(steps=steps)), Tracer()
     with tracer.drive():
         try:
@@ -40,7 +40,7 @@ async def play(experiment: Experiment, steps: int) -> None:
                 values = await workload.sample(orjson.loads(line)["sample"])
                 time = waits.take()
                 tracer.close_step()
-                tracer.take_spans()  # not kept: nothing may grow from sample to sample
+                tracer.take_spans()  # dropped, so that memory does not grow from sample to sample
                 say({"step_s": values["step_s"], "core_time": None if time is None else asdict(time)})
         finally:
             await workload.close()

@@ -7,7 +7,7 @@ The rollouts are written through pvg.store.shards into a temporary folder. For e
 reads a first batch and draws more (pvg.bench.workloads.data_child), so that no size disturbs another's memory.
 `workload.loader = "eager"` is the slow side: every pair as text in one JSONL file, parsed into a list.
 `workload.loader = "game"` measures the game instead: the end of the mint and the whole verifier phase, played by the
-game's own code (pvg.bench.workloads.data_game says what that includes). The profile `data-game` is made of it.
+game's own code (pvg.bench.workloads.data_game lists what that includes). The profile `data-game` uses it.
 
 Memory is what the loader keeps for itself. Pages of the shards that the kernel maps from its page cache count in the
 derived `resident_mb`, since the kernel takes them back when somebody needs the room.
@@ -212,14 +212,14 @@ MEASURES: Mapping[str, Measure] = {
 
 GAME_MEASURES: Mapping[str, Measure] = {
     "mint_end_s": Measure("s", "lower", "the statistics of all minted rollouts at the end of the mint, and the commit"),
-    "verifier_phase_s": Measure("s", "lower", "the verifier phase: pairs, training steps, calibration, the commit"),
+    "verifier_phase_s": Measure("s", "lower", "the verifier phase: pairs, training steps, calibration, commit"),
     "peak_memory_mb": Measure(
-        "MB", "lower", "most private memory (RssAnon) in these phases, beyond that of the opened session"
+        "MB", "lower", "peak private memory (RssAnon) in these phases, beyond that of the opened session"
     ),
     "peak_resident_mb": Measure(
         "MB",
         "lower",
-        "the same of all resident memory (VmHWM): with mapped pages of the shards, which the kernel frees",
+        "peak resident memory (VmHWM), with the mapped pages of the shards, which the kernel can free",
     ),
 }
 
@@ -264,8 +264,8 @@ async def play_in_child(run: Path) -> dict[str, float]:
 async def watched(
     module: str, order: Mapping[str, Any], spans: tuple[str, str]
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float], float]:
-    """Run `module` on `order` in a fresh process: the three lines that it writes, and the most private memory in bytes
-    that it had from the first line on. `spans` name the time up to the second and up to the third line.
+    """Run `module` on `order` in a fresh process. Returns the three lines that it writes, and its peak private memory
+    in bytes from the first line on. `spans` name the time up to the second line and up to the third.
 
     Raises MissingRequirementError when the process is killed (which is how a machine without memory ends it), and
     RuntimeError with its last words when it fails.

@@ -8,10 +8,10 @@ is imported, `first_batch` when the first pairs have been read, `done` after the
 Two loaders: "stream" is the product's (rows drawn from memory-mapped shards), "eager" is what it replaces (all pairs as
 text in one JSONL file, parsed into a list before the first batch).
 
-Each line tells four amounts of memory in bytes: `private` (RssAnon) is this process's alone, `mapped` (RssFile) are
-pages of files, `resident_now` (VmRSS) is both together, and `resident` (VmHWM) the most it ever had of both. Mapped
-pages are the page cache's: the kernel takes them back when somebody needs the room. For the peak of `private` the
-parent watches (pvg.bench.workloads.data).
+Each line contains four amounts of memory in bytes: `private` (RssAnon) belongs to this process alone, `mapped`
+(RssFile) are pages of files, `resident_now` (VmRSS) is their sum, and `resident` (VmHWM) is the peak of the sum. Mapped
+pages belong to the page cache: the kernel frees them when another process needs the memory. The parent watches the peak
+of `private` (pvg.bench.workloads.data).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the game does with the rollouts of its mint, in a process of its own, so that its memory is its own.
+"""What the game does with the rollouts of its mint, in a separate process, so that its memory can be measured.
 
     python -m pvg.bench.workloads.data_game < order.json        # {"run": "DIRECTORY"}
 
@@ -11,7 +11,7 @@ and plays the code of the game itself (pvg.game.mint, pvg.game.verifier_phase):
   held-out solution, the threshold, the weights and the commit.
 
 Only two things are smaller than in a large game: the verifier (a random Llama of one layer, so that scoring takes
-seconds) and the number of training steps (`workload.steps`). Both do not depend on the number of pairs.
+seconds) and the number of training steps (`workload.steps`). Neither depends on the number of pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import SilentObserver
 from pvg.version import code_version
 
-# Ids and text that modchain's tokenizer knows, for it is the one of the verifier: ids 0 and 1 are pad and end.
+# Ids and text that modchain's tokenizer knows, because the verifier uses it: ids 0 and 1 are pad and end.
 IDS = range(2, 2 + len(CHARACTERS))
 ALPHABET = CHARACTERS.encode()
 WIDTH, LAYERS = 32, 1  # of the verifier
@@ -61,7 +61,7 @@ def make_run(
 ) -> RunDirectory:
     """A run in `root` that has committed its mint of round 0: the shards `infos` of the folder `store`, as links.
 
-    `steps` of `pairs` pairs each are the verifier's training. `experiment` gives all other settings.
+    The verifier's training has `steps` steps of `pairs` pairs each. `experiment` gives all other settings.
     """
     rows = sum(info.rows for info in infos)
     experiment = _sized(root, experiment, shape, rows // shape.solutions, steps, pairs)
@@ -99,7 +99,7 @@ def _sized(root: Path, experiment: Experiment, shape: StoreShape, problems: int,
 
 
 async def play_phases(directory: Path) -> None:
-    """Play the two phases and tell the memory after each. The session is opened before the first line."""
+    """Play the two phases and write the memory after each. The session is opened before the first line."""
     run = RunDirectory(directory)
     async with AsyncExitStack() as stack:
         experiment = load_experiment(run.experiment_file)

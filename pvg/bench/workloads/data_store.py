@@ -33,8 +33,8 @@ SPARE = 1.15  # of the space that is estimated: lengths are drawn
 
 @dataclass(frozen=True, slots=True)
 class StoreShape:
-    """What is stored. `tokens` are the mean of a solution's; `solutions` per problem, half of them right. Token ids are
-    among `ids`, characters of texts in `alphabet`."""
+    """What is stored. `tokens`: mean length of a solution. `solutions`: per problem, half of them right. `ids`: the
+    range of the token ids. `alphabet`: the characters of the texts."""
 
     solutions: int
     tokens: int
@@ -44,7 +44,7 @@ class StoreShape:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest solution that there may be."""
+        """The most tokens of a solution."""
         return 4 * self.tokens
 
     @property

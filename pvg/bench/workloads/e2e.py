@@ -74,7 +74,7 @@ def make(settings: BenchSettings) -> Workload:
 
 
 def check(experiment: Experiment, steps: int) -> None:
-    """Raises ConfigurationError where samples of `steps` optimizer steps would not all be the same whole batches."""
+    """Raises ConfigurationError if samples of `steps` optimizer steps would not all train on the same whole batches."""
     if steps % experiment.training.minibatches:
         raise ConfigurationError(
             f"workload.steps = {steps} ends within a batch of training.minibatches = "

@@ -6,20 +6,20 @@
 
 One sample is a batch of the game without its models. The game's own code (pvg.game.on_policy) takes rollouts from an
 engine that serves recorded completions in chunks, with the experts that a mixture-of-experts model would have chosen
-for every token (see pvg.bench.workloads.loop_engine). It grades them, makes the verifier's input of them, pays them,
-assigns credit, and records them. Then the ledger commits them to a run directory. Beside it a monitor ticks at 100 Hz.
-The lag of a tick is what any other work of the loop would have waited.
+for every token (see pvg.bench.workloads.loop_engine). It grades them, makes the verifier's input, computes rewards,
+assigns credit, and records them. Then the ledger commits them to a run directory. A monitor ticks at 100 Hz. The lag of
+a tick is the time that any other work of the loop would have waited.
 
-Left out is what models compute: tokens, scores (they are there at once), the reference's log-probs, training.
+No model computes anything: there is no sampling, no reference and no training, and scores are there at once.
 
 Four switches have a slow side, as research code does it (pvg.bench.workloads.loop_sides): `workload.encoding = "json"`
 makes one JSON text of all records on the loop instead of an Arrow shard; `workload.commit = "loop"` writes the shard on
 the loop instead of in a thread; `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on
 the loop; and `rollout.grading = "loop"`, the product's own switch, decodes and grades on the loop.
 
-Where the product's own design stalls the loop is derived: `rollout_stall_ms` while rollouts arrive, `batch_stall_ms`
-while they are scored, paid and recorded, `commit_stall_ms` while they are committed. `decode_ms` and `grade_ms` are the
-work for each single rollout that has arrived.
+`derived` shows where pvg itself stalls the loop: `rollout_stall_ms` while rollouts arrive, `batch_stall_ms` while pvg
+scores, rewards and records them, `commit_stall_ms` during the commit. `decode_ms` and `grade_ms` are the work for one
+rollout.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ MEASURES: dict[str, Measure] = {
     "lag_p99_ms": Measure("ms", "lower", "the same: 99th percentile"),
     "lag_max_ms": Measure("ms", "lower", "the same: the longest stall"),
     "rollouts_per_s": Measure(
-        "rollouts/s", "higher", "rollouts sampled, graded, paid, recorded and committed per second"
+        "rollouts/s", "higher", "rollouts received, graded, rewarded, recorded and committed per second"
     ),
-    "batch_s": Measure("s", "lower", "from the last graded rollout to the batch: scoring, payment, credit, records"),
+    "batch_s": Measure("s", "lower", "from the last graded rollout to the batch: scoring, rewards, credit, records"),
     "write_s": Measure("s", "lower", "encoding the rollouts' records and committing them"),
     "bytes_written_mb": Measure("MB", "lower", "the records on the disk"),
 }
@@ -85,8 +85,8 @@ MEASURES: dict[str, Measure] = {
 
 class Settings(Section):
     """The `[workload]` table. A rollout has about `tokens` tokens, `expert_layers` x `experts_per_token` expert numbers
-    for each of them, and comes in chunks of `chunk`, within `seconds`. `retokenize`: the verifier has another
-    vocabulary, so that solutions are tokenized again."""
+    for each of them, and arrives in chunks of `chunk`, within `seconds`. `retokenize`: the verifier has another
+    vocabulary, so solutions are tokenized again."""
 
     rollouts: Count = 256
     tokens: Count = 16_384
@@ -110,7 +110,7 @@ def make(settings: BenchSettings) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """The lags of one sample: over all of it, and over its three parts; None where no tick was due."""
+    """The lags of one sample: over all of it, and over its three parts; None if no tick was due."""
 
     whole: LagWindow | None
     rollout: LagWindow | None
@@ -119,7 +119,7 @@ class Stalls:
 
 
 class WatchedDispatcher(Dispatcher):
-    """Measures the loop's lag while it samples (`during`), and from then on (`after`); keeps some rollouts."""
+    """Measures the loop's lag while it samples (`during`) and afterwards (`after`); keeps some rollouts."""
 
     hz = 100.0
     sampled = 0.0  # when it had sampled
@@ -182,7 +182,7 @@ class LoopWorkload:
             self._stack = stack.pop_all()
 
     async def _record(self) -> None:
-        """Sample the batch once with the prover; from here on the recorded engine serves it."""
+        """Sample the batch once with the prover. From then on the recorded engine serves it."""
         settings, players, task = self._settings, self._session.players, self._session.task
         tokenizer, rollout = players.base.tokenizer, self._experiment.rollout
         orders = ProverOrders(self._session, None)
@@ -246,7 +246,7 @@ class LoopWorkload:
         }
 
     def _source(self) -> OnPolicySource:
-        """A fresh one for each sample: the same batch, and no score is known."""
+        """A fresh source for each sample: the same batch, with an empty score cache."""
         session, players = self._session, self._session.players
         tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
         judge = RecordedJudge(tokenizer, context)
@@ -272,8 +272,8 @@ class LoopWorkload:
         return int(self._ledger.state.shards[-1]["bytes"])
 
     def derived(self) -> dict[str, float]:
-        """Medians over the samples: the longest stall of each part (several rollouts that arrive are joined, decoded
-        and graded at one go). Medians over some rollouts, timed alone: decoding its tokens and grading its text. And
+        """Medians over the samples: the longest stall of each part. (The loop handles several rollouts that arrive
+        together in one turn.) Medians over some rollouts, timed alone: decoding the tokens and grading the text. And
         the mean tokens of a rollout."""
         decode_s, grade_s = [], []
         tokenizer, task = self._session.players.base.tokenizer, self._session.task
@@ -300,7 +300,7 @@ class LoopWorkload:
 
 
 def _of_one_batch(experiment: Experiment, rollouts: int) -> Experiment:
-    """A batch has `rollouts`, and no reference: nothing here computes log-probs."""
+    """A batch has `rollouts` rollouts, and the loss has no KL, because nothing here computes log-probs."""
     groups = rollouts // experiment.rollout.group_size
     training = experiment.training.model_copy(update={"groups": groups, "kl": 0.0})
     return experiment.model_copy(update={"training": training})

@@ -2,9 +2,9 @@
 
 The completions arrive in chunks, as a streaming server would send them. The scores are there at once.
 
-Neither computes anything, so that what is measured is the orchestrator. Every completion is stretched to a length that
-a reasoning model writes, carries the experts of a mixture-of-experts model for each of its tokens, and comes after
-delays that are the same every time.
+Neither computes anything, so the benchmark measures the orchestrator. Every completion is stretched to the length of a
+reasoning model's output. It carries the experts of a mixture-of-experts model for each of its tokens. The delays are
+the same every time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Payload:
     duration_s: float
 
     def experts_of(self, start: int, end: int) -> RoutedExperts:
-        """The experts that were chosen to sample tokens `start` to `end`: before the first, those of the prompt too."""
+        """The experts used for sampling tokens `start` to `end`; if `start` is 0, those of the prompt too."""
         before = len(self.experts) - len(self.token_ids)
         return self.experts[0 if start == 0 else before + start : before + end]
 
@@ -83,7 +83,7 @@ class RecordedEngine(StandInEngine):
 
 
 class RecordedJudge:
-    """A verifier for contexts of any length; `RecordedScores` gives its scores, and nothing else is asked of it."""
+    """A verifier for contexts of up to `max_length` tokens. `RecordedScores` gives its scores; it has no model."""
 
     needs_reference = False
     reads: Literal["scalar", "implicit", "yes_token"] = "scalar"
@@ -111,7 +111,7 @@ class RecordedJudge:
 
 
 class RecordedScores:
-    """A ScoreBackend that has every score at once, in [-1, 1): a function of the solution's digest."""
+    """A ScoreBackend that returns every score at once: a number in [-1, 1), computed from the solution's digest."""
 
     def __init__(self) -> None:
         self.references = ScoreCache(1)

@@ -1,6 +1,6 @@
 """The slow sides of the loop workload's switches: records as JSON text, and work on the event loop.
 
-They are what research code does: correct, and in the way of everything else. The fast sides are the product's own.
+Research code often does this: it is correct, but it blocks all other work of the loop. The fast sides are pvg's own.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from pvg.store.atomic import write_atomic
 
 
 class OnTheLoop(Executor):
-    """Runs what it is given at once, where it is given: on the event loop."""
+    """Runs each call at once in the calling thread: on the event loop."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - it belongs to the caller, as in any executor
+        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller, as in any executor
             done.set_exception(error)
         return done
 
 
 class JsonLedger(Ledger):
-    """Writes rollouts as one JSON text, on the loop, instead of a shard. `written` is the file of the newest commit."""
+    """Writes rollouts as one JSON text, on the loop, instead of as a shard. `written`: the file of the newest
+    commit."""
 
     written: Path | None = None
     _kept: Sequence[Rollout] = ()

@@ -6,17 +6,17 @@ tail and which at full load takes as long for a batch as the trainer does.
 
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are the product's. The engine is
 a child process (pvg.bench.workloads.pipeline_child) that hands over real completions, sampled by the untrained prover
-when the workload opens, whatever the version. So the trainer's work is real, and so is what it waits for.
+when the workload opens, for all versions. So the trainer's work is real, and so are its waits.
 
 Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference, packing,
 forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game measure it; their
-engine answers at once. `trainer_idle` = 1 - useful work / wall time. So all else counts as idle: waiting, scores,
-credit, publishing, bookkeeping; and what only a pipeline adds, which is the recomputation of log-probs, and the time by
-which training is slower because other work runs beside it. `derived` splits the idle time into these.
+engine answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as idle: waiting, scores,
+credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs, and the extra time of
+training that overlaps with other work. `derived` splits the idle time into these parts.
 
 The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, the engine delivers a
-batch in `engine_share` times the useful work of a step. Latencies are drawn anew for each sample, so that the spread of
-the samples contains theirs; sample i has the same ones in all variants.
+batch in `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread of the samples
+includes theirs; sample i has the same latencies in all variants.
 
 A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured.
 """
@@ -62,8 +62,8 @@ FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead
 
 class Settings(Section):
     """The `[workload]` table. `sigma` is the standard deviation of a latency's logarithm, `longest` the most of it in
-    medians; `engine_share` what a batch takes the engine at full load, as a multiple of the useful work of a step;
-    `calibration` the synchronous steps that measure this work."""
+    medians; `engine_share` the engine's time per batch at full load, as a multiple of the useful work of a step;
+    `calibration` the number of synchronous steps that measure this work."""
 
     steps: Count = 10
     fill: Count = 2
@@ -102,8 +102,8 @@ class StepClock(SilentObserver):
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """The measured steps of a phase: their wall time, the seconds of each that were training and those of these that
-    computed log-probs again, and their metrics. All training is in one thread, so no two seconds of it overlap."""
+    """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of training that
+    recomputed log-probs, and their metrics. All training is in one thread, so these seconds do not overlap."""
 
     wall_s: float
     trained_s: list[float]
@@ -183,7 +183,7 @@ class PipelinedSteps:
     async def sample(self, index: int) -> dict[str, float]:
         own, rollout = self._own, self._experiment.rollout
         self._engine.pace(0.0, 0.0, 1)
-        with span(RESET), Tracer().drive():  # not part of the pipelined steps, and so not of their budget
+        with span(RESET), Tracer().drive():  # not part of the pipelined steps or of their budget
             in_turns = await self._play(self._synchronous, 1 + own.calibration, skip=1)
         useful_s = float(np.median(in_turns.trained_s))
         batch_s = own.engine_share * useful_s
@@ -218,8 +218,8 @@ class PipelinedSteps:
 
     def derived(self) -> dict[str, float]:
         """Over the measured steps of all samples: the idle share, and its three parts, which add up to it; staleness;
-        the share of the rollouts that was dropped; and what the trainer and, at full load, the engine took for a batch
-        (medians, s)."""
+        the share of dropped rollouts; and the time per batch of the trainer and, at full load, of the engine (medians,
+        s)."""
         steps = [step for play in self._plays for step in play.metrics]
 
         def mean(name: str) -> float:

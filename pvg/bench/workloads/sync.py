@@ -5,11 +5,11 @@
     pvg bench --profile sync --server http://127.0.0.1:8000        # a vLLM server: pvg.bench.workloads.sync_servers
 
 One sample: updates to the idle engine; the streams alone; the same streams while as many updates are made, one after
-the other at moments spread evenly over a batch; the streams with one update a step, as training makes them; the streams
+the other at moments spread evenly over a batch; the streams with one update per step, as in training; the streams
 alone again. A step is over when a batch of the experiment (training.groups x rollout.group_size) has come back.
 
-Back to back is the worst case, and what percentiles need. `lost_back_to_back` and `lost_once_a_step` say which share of
-its tokens per second generation loses in the two cases.
+Updates back to back are the worst case, and give enough samples for percentiles. `lost_back_to_back` and
+`lost_once_a_step` are the shares of its tokens per second that generation loses in the two cases.
 
 The torch engine decodes a batch to its end before it loads weights. So an update waits for the rest of one batch, and
 for nothing else: `queue_explained` is the share of the queue time in which a batch was being decoded, and
@@ -122,7 +122,8 @@ class SyncWorkload:
 
     def derived(self) -> dict[str, float]:
         """Over all samples: how far the batch that ran explains the queue time (see the module); the fewest requests in
-        flight at an update; the share of the versions that served tokens; what updates cost the streams."""
+        flight at an update; the share of the versions that served tokens; the share of tokens/s that the streams lose
+        to updates."""
         waits = [
             (
                 update.timing.queue_ms / 1e3,

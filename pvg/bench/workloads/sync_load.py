@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Its multiples modulo 1 fill the unit interval evenly, however many are taken: the moments of a batch to update at.
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
-STEP_LOOK_S = 0.005  # between two looks at whether a step's rollouts are there
+STEP_LOOK_S = 0.005  # between two checks whether a step's rollouts have arrived
 TIMES = {
     "wall": "an update from the call to the return",
     "rpc": "the engine at work on it: copying the weights",
@@ -43,7 +43,7 @@ TIMES = {
 RATES: dict[str, Measure] = {
     "tokens_per_s_before": Measure("tokens/s", "higher", "completion tokens per second of the streams alone"),
     "tokens_per_s_during": Measure("tokens/s", "higher", "the same while updates are made back to back"),
-    "tokens_per_s_stepped": Measure("tokens/s", "higher", "the same with one update a step, as in training"),
+    "tokens_per_s_stepped": Measure("tokens/s", "higher", "the same with one update per step, as in training"),
     "tokens_per_s_after": Measure("tokens/s", "higher", "the same afterwards"),
 }
 
@@ -114,7 +114,7 @@ class Streams:
     in_flight: int = 0
     tokens: int = 0
     chunks: int = 0
-    requests: int = 0  # that came back
+    requests: int = 0  # that have finished
     batches: dict[float, float] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
 
@@ -188,8 +188,8 @@ class Streams:
         return made, tokens_per_s
 
     async def update_each_step(self, steps: int, rollouts: int) -> float:
-        """The streams' tokens per second with one update whenever `rollouts` more requests have come back, which is
-        what training does: a step's rollouts, then its weights. No update is made before the first step is done."""
+        """The streams' tokens per second with one update after every `rollouts` finished requests. Training does the
+        same: a step's rollouts, then its weights. The first update comes after the first step."""
         left = steps
 
         def goes_on(_: int) -> bool:
@@ -211,8 +211,9 @@ class Streams:
 
 
 def lost_shares(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The share of the streams' tokens per second that updates cost, against before and after: made back to back, and
-    once a step. Medians over the samples, each of which has `RATES`; empty without samples."""
+    """The share of their tokens per second that the streams lose to updates back to back, and to one update per step,
+    compared with the rates before and after. Medians over the samples, each of which has `RATES`; empty without
+    samples."""
     if not samples:
         return {}
     before, during, stepped, after = (np.array([sample[name] for sample in samples]) for name in RATES)

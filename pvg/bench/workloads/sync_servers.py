@@ -4,12 +4,12 @@
     pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
 
 One sample: updates to idle servers; the streams alone; the same streams while as many updates are made back to back;
-the streams with one update a step, as training makes them; the streams alone again. A step is over when a batch of the
+the streams with one update per step, as in training; the streams alone again. A step is over when a batch of the
 experiment (training.groups x rollout.group_size) has come back. Tokens are streamed: the server sends each as it comes.
 
-An update's wall time is that of the call that tells a server to load what lies in the shared folder (the slowest
-server's, of several); rpc is what the server says of its work, from the first byte of the call to its reply; queue is
-the rest. Writing the folder is `stage`, before it.
+An update's wall time is the time of the call that makes a server load the files in the shared folder (of several
+servers, the slowest one's). rpc is the server's own time, from the first byte of the call to its reply; queue is the
+rest. Writing the folder comes before that and is called `stage`.
 
 `workload.pool` is the size of generation's pool of connections: one for each stream, as an HTTP client has it that was
 sized for its streams, or some to spare. It matters only where updates share the pool (weights.client = "shared").
@@ -171,8 +171,8 @@ class ServersSync:
     def derived(self) -> dict[str, float]:
         """Over the updates of all samples: how many, how many a second, and percentiles of their times. Then:
         connections that generation had; the fewest requests in flight at an update; the share of the versions that
-        served tokens; how many tokens came at a time; what updates cost the streams; the lag of this process' event
-        loop, its 99th percentile (median over samples) and its worst."""
+        served tokens; how many tokens came at a time; the share of tokens/s that the streams lose to updates; the lag
+        of this process' event loop, its 99th percentile (median over samples) and its worst."""
         samples = self._loaded
         updates = [update for sample in samples for update in sample.updates]
         found = {

@@ -101,11 +101,11 @@ def front_end_queue(tally: Tally, limits: LagLimits) -> Looked:
         cost_s=queue.total / 1e3,
         share=_share(tally, queue.total),
         settings=("rollout.concurrency",) if own_engine else ("weights.client", "rollout.concurrency"),
-        remedy="The engine is in this process, and an update waits for its running batch: let fewer requests be in "
+        remedy="The engine is in this process, and an update waits for its running batch: allow fewer requests in "
         "flight."
         if own_engine
         else 'weights.client = "dedicated" sends updates over separate connections, past the generation requests. '
-        "If it is set already, let fewer requests be in flight.",
+        "If it is set already, allow fewer requests in flight.",
         evidence=_evidence(tally, "queue_ms"),
     )
 
@@ -189,7 +189,7 @@ def starved_trainer(tally: Tally, limits: LagLimits) -> Looked:
             f" Requests wait for a place in the engine's batch: the longest of a batch takes "
             f"{milliseconds(longest.quantile(0.5))}, the batch itself {milliseconds(batch.quantile(0.5))} (medians)."
         )
-    if tally.truncated:  # else no completion is as long as it may be
+    if tally.truncated:  # otherwise no completion hit the limit
         ways.append(("shorter completions", "rollout.max_tokens"))
     return Finding(
         signature="starved-trainer",
@@ -255,8 +255,8 @@ def _straggling(tally: Tally, says: str, criterion: str, measured: float, thresh
 
 
 def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
-    """The event loop stands still: requests, weight updates and all else on it are late. Because something computes on
-    it, or because the machine runs other programs instead."""
+    """The event loop is blocked, so requests, weight updates and all other work on it are late. Either something
+    computes on the loop, or other programs use the cores."""
     if not tally.sketch("lag.max_ms").n:
         return "measurements of the event loop ([loop] lag)"
     crossed = {
@@ -295,7 +295,7 @@ def loop_lag(tally: Tally, limits: LagLimits) -> Looked:
 
 
 def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
-    """The kernel runs other programs on the cores while threads of pvg are ready to run."""
+    """Other programs use the cores while threads of pvg are ready to run."""
     if not tally.sketch("lag.max_ms").n:
         return "how long threads waited for a core ([loop] lag)"
     if tally.cores is None:  # not on Linux
@@ -307,8 +307,8 @@ def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
     return Finding(
         signature="shared-machine",
         says=f"pvg's threads ran for {milliseconds(1e3 * tally.cores.ran_s)} and waited "
-        f"{milliseconds(1e3 * tally.cores.waited_s)} for a core: it shares them with other programs. Other figures of "
-        "this log are larger for it.",
+        f"{milliseconds(1e3 * tally.cores.waited_s)} for a core, because other programs use the cores too. Other times "
+        "in this log are longer for the same reason.",
         criterion="time threads waited for a core / time they were ready to run",
         measured=share,
         threshold=SHARED,
@@ -321,13 +321,13 @@ def shared_machine(tally: Tally, limits: LagLimits) -> Looked:
 
 
 def _own_cores(tally: Tally) -> tuple[tuple[str, ...], str]:
-    """Settings and advice where threads wait for cores. Fewer threads help only where there are several."""
+    """Settings and advice if threads wait for cores. Fewer threads help only if there are several."""
     threads, cores = tally.threads or 1, tally.usable_cores or 1
-    remedy = "Stop what else runs on this machine, or give pvg cores of its own (taskset, another machine). "
+    remedy = "Stop other programs on this machine, or reserve cores for pvg (taskset, another machine). "
     if threads > cores:
         remedy = f"models.threads = {threads:g} is more than the {cores:g} cores that pvg may use: lower it. "
     elif threads > 1:
-        remedy += "models.threads = 1 loses less: no operation then waits for a second thread. "
+        remedy += "With models.threads = 1 pvg loses less, because no operation waits for a second thread. "
     return ("models.threads",) if threads > 1 else (), remedy
 
 

@@ -76,9 +76,9 @@ class Tally:
     worst: dict[str, Worst] = field(default_factory=lambda: defaultdict(Worst))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop stood still
-    lagged_shared_ms: float = 0.0  # of it, in windows in which threads waited for cores
-    cores: CoreTime | None = None  # of all windows that tell; `longest_s` sums the longest wait of each
-    threads: float | None = None  # of torch in the newest process, and the cores that it may use
+    lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
+    cores: CoreTime | None = None  # sum over the windows that have it; `longest_s` sums the longest wait of each
+    threads: float | None = None  # torch's threads in the newest process, and the cores that it may use
     usable_cores: float | None = None
     truncated: bool = False  # whether any rollout hit the length limit
     pairing: Pairing = field(init=False)

@@ -197,14 +197,14 @@ def _device_charts(readings: list[Reading]) -> list[Html | None]:
             (
                 ("utilisation", "any kernel runs", ""),
                 ("sm_activity", "SMs with work", "dashed"),
-                ("sm_occupancy", "warps of the most that fit", "dotted"),
+                ("sm_occupancy", "warps, of the maximum", "dotted"),
             ),
         ),
         (
             "GPU memory traffic",
             "share",
             "share of the bandwidth, or of the time",
-            (("memory_bandwidth", "bandwidth used", ""), ("memory_activity", "read or written at all", "dashed")),
+            (("memory_bandwidth", "bandwidth used", ""), ("memory_activity", "any read or write", "dashed")),
         ),
         ("GPU memory", "bytes", "in use", (("memory_bytes", "", ""),)),
         ("GPU power", "number", "W", (("power_w", "", ""),)),

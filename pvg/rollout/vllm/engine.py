@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pvg.weights.transports.adapters import AdapterTransport
 
 LONG_REPLY = 1 << 18  # bytes that take some milliseconds to read: 2,000 tokens with their log-probs
-LOAD_EVERY_S = 1.0  # between two lines about the requests in flight, while there are any
+LOAD_EVERY_S = 1.0  # between two lines about the requests in flight
 UNPUBLISHED = -1  # the version before the first that was published: whatever a server happens to have
 
 
@@ -79,7 +79,7 @@ class Needs:
 
 @dataclass(slots=True)
 class _Stretch:
-    """The time from the first request in flight to the moment when none is: what the log calls a batch."""
+    """The time from the first request in flight until none is in flight. The log calls it a batch."""
 
     number: int
     started: float  # seconds of time.perf_counter
@@ -544,14 +544,15 @@ class VllmEngine(Engine):
             )
 
     def _enter(self) -> float:
-        """Count a request in; the time at which it came."""
+        """Count a request. Returns the time of its start."""
         self._count_time()
         self._in_flight += 1
         now = self._in_flight_since
         if self._stretch is None:
             self._stretch = _Stretch(self._stretches, now, self._stats, told=now)
             self._stretches += 1
-            # Callers hand in their requests in one turn of the loop: the line that follows it has them all.
+            # Callers start their requests in one turn of the loop. The line is written after that turn, so it counts
+            # all.
             asyncio.get_running_loop().call_soon(self._announce, self._stretch)
         else:
             self._tell_load(self._stretch, now)
@@ -585,7 +586,7 @@ class VllmEngine(Engine):
             self._events.event("gen", event="load", batch=stretch.number, inflight=self._in_flight)
 
     def _conclude(self, stretch: _Stretch) -> None:
-        self._announce(stretch)  # it may have ended within one turn
+        self._announce(stretch)  # the stretch may have ended within one turn
         passed = self._stats.seconds - stretch.before.seconds
         self._events.event(
             "gen",
