@@ -224,7 +224,10 @@ class Pipeline:
         elif error := task.exception():
             self._fail(error)
         else:
-            self._buffer.put(task.result(), self.version)
+            try:
+                self._buffer.put(task.result(), self.version)
+            except ValueError as refused:  # the event loop would only log what a callback raises
+                self._fail(refused)
         self._room.set()
         self._came.set()
 

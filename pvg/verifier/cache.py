@@ -69,8 +69,17 @@ class ScoreCache:
 
         Only for a cache of one version and one template, which is what a scorer keeps.
         """
-        digests_N = np.frombuffer(b"".join(key.tokens for key in self._scores), dtype=np.uint8)
-        return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter(self._scores.values(), np.float64, len(self._scores))
+        kept = self._snapshot()
+        digests_N = np.frombuffer(b"".join(key.tokens for key, _ in kept), dtype=np.uint8)
+        return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter((score for _, score in kept), np.float64, len(kept))
+
+    def _snapshot(self) -> list[tuple[ScoreKey, float]]:
+        """A commit reads the entries in a thread. A score that the event loop adds meanwhile stops the iteration."""
+        while True:
+            try:
+                return list(self._scores.items())
+            except RuntimeError:
+                continue
 
     def restore(self, version: str, template: str, digests: NDArray[np.uint8], scores: NDArray[np.float64]) -> None:
         """Replace the contents by `entries` of another cache, the newest as far as they fit; the counters stay."""
