@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -30,13 +31,17 @@ def digest_of(ids: Int32, prompt_length: int) -> bytes:
 
 
 class ScoreCache:
-    """The `capacity` scores that were asked for last (LRU). Counts hits, misses and evictions."""
+    """The `capacity` scores that were asked for last (LRU). Counts hits, misses and evictions.
+
+    One thread may read `entries` while another one asks and adds.
+    """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"a cache needs room for at least one entry, not {capacity}")
         self._capacity = capacity
         self._scores: OrderedDict[ScoreKey, float] = OrderedDict()
+        self._changing = threading.Lock()  # a commit reads the entries in a thread
         self.hits = 0
         self.misses = 0
         self.evictions = 0
@@ -50,15 +55,17 @@ class ScoreCache:
             self.misses += 1
             return None
         self.hits += 1
-        self._scores.move_to_end(key)
+        with self._changing:
+            self._scores.move_to_end(key)
         return score
 
     def put(self, key: ScoreKey, score: float) -> None:
-        self._scores[key] = score
-        self._scores.move_to_end(key)
-        if len(self._scores) > self._capacity:
-            self._scores.popitem(last=False)
-            self.evictions += 1
+        with self._changing:
+            self._scores[key] = score
+            self._scores.move_to_end(key)
+            if len(self._scores) > self._capacity:
+                self._scores.popitem(last=False)
+                self.evictions += 1
 
     def clear(self) -> None:
         """Forget all scores; the counters stay."""
@@ -69,17 +76,10 @@ class ScoreCache:
 
         Only for a cache of one version and one template, which is what a scorer keeps.
         """
-        kept = self._snapshot()
+        with self._changing:
+            kept = list(self._scores.items())
         digests_N = np.frombuffer(b"".join(key.tokens for key, _ in kept), dtype=np.uint8)
         return digests_N.reshape(-1, DIGEST_BYTES), np.fromiter((score for _, score in kept), np.float64, len(kept))
-
-    def _snapshot(self) -> list[tuple[ScoreKey, float]]:
-        """A commit reads the entries in a thread. A score that the event loop adds meanwhile stops the iteration."""
-        while True:
-            try:
-                return list(self._scores.items())
-            except RuntimeError:
-                continue
 
     def restore(self, version: str, template: str, digests: NDArray[np.uint8], scores: NDArray[np.float64]) -> None:
         """Replace the contents by `entries` of another cache, the newest as far as they fit; the counters stay."""

@@ -1,3 +1,7 @@
+import itertools
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,3 +74,27 @@ def test_entries_restore_in_order_and_as_far_as_they_fit():
 def test_a_cache_without_room_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         ScoreCache(0)
+
+
+def test_entries_are_whole_while_another_thread_adds_scores():
+    """A commit reads the cache in a thread."""
+    cache = ScoreCache(20_000)
+    stopping = threading.Event()
+
+    def add() -> None:
+        for number in itertools.count():
+            if stopping.is_set():
+                return
+            cache.put(ScoreKey("v1", "t", number.to_bytes(16, "big")), float(number))
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        while len(cache) < 20_000:
+            time.sleep(0.01)
+        for _ in range(20):
+            digests, scores = cache.entries()
+            assert [int.from_bytes(digest.tobytes(), "big") for digest in digests] == scores.astype(int).tolist()
+    finally:
+        stopping.set()
+        adding.join()
