@@ -5,10 +5,10 @@
 
 The default comes from `default_threads`, not from the number of cores. Each operation ends in a barrier, where every
 thread waits for all others. On a machine that other programs use too, the kernel often suspends one of these threads,
-and the barrier then takes milliseconds. An operation of a small model takes 0.01 to 0.5 ms. With two threads on two
-cores, one busy process made a step of the embedded game 5.7 times as slow. On an idle machine, the second thread made
-it 1.1 to 1.7 times as fast. One thread has no barriers, and computes the same bits on any number of cores. An operation
-of a wide model takes milliseconds itself, and gains from every core.
+and the barrier then takes milliseconds. An operation of a small model takes 0.01 to 0.5 ms. On two cores a step of the
+embedded game took 0.85 s with two threads on an idle machine and 8.2 s beside one busy process; with one thread it took
+1.1 s and 1.2 s (docs/benchmarks/contention.json). One thread has no barriers, and computes the same bits on any number
+of cores. An operation of a wide model takes milliseconds itself, and gains from every core.
 
 libgomp keeps a pool of threads for every thread that ever computed something in parallel. As soon as all pools together
 have more threads than the machine has cores, they go to sleep between two operations instead of spinning: a GRPO step
