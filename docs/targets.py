@@ -61,13 +61,15 @@ class Target:
 # --- reading a report ------------------------------------------------------------------------------------------------
 
 
-def times_better(measure: str = "", label: str = "") -> Callable[[BenchReport], Figure]:
-    """How many times better the measure (or the headline) of a variant (or the last) is than that of the first."""
+def times_better(measure: str = "", label: str = "", than: str = "") -> Callable[[BenchReport], Figure]:
+    """How many times better the measure (or the headline) of a variant (or the last) is than that of another (or the
+    first)."""
 
     def read(report: BenchReport) -> Figure:
         name = measure or headline_of(report)
         place = place_of(report, label) if label else len(report.variants) - 1
-        slow, fast = samples_of(report, 0, name), samples_of(report, place, name)
+        slow = samples_of(report, place_of(report, than) if than else 0, name)
+        fast = samples_of(report, place, name)
         ratio = better_by(slow, fast, in_turn=taken_in_turn(report))
         if ratio is None:
             raise UsageError(f"The report of {report.command!r} gives no ratio of {name}.")
@@ -255,10 +257,11 @@ TARGETS = (
         most=50.0,
     ),
     Target(
-        "event-loop lag p99 against the same work done on the loop, records as JSON",
+        "event-loop lag p99 against the same work done on the loop",
         ">= 20x less",
         "loop-ablation.json",
-        times_better("lag_p99_ms"),
+        # The rung below encodes records as JSON, which no version of pvg did.
+        times_better("lag_p99_ms", than="workload.encoding=arrow"),
         "Python work in any thread holds the interpreter lock, so the loop waits for it.",
         least=20.0,
     ),
