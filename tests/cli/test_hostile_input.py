@@ -103,7 +103,7 @@ SETTINGS = [
     ("game.reward=mine.py:X", "a plain value"),
     ("game.reward=mine.py:L", "a plain value"),
     ("game.reward=mine.py:g", "an async function"),
-    ("training.loss=mine.py:f", "should be a PolicyLoss"),
+    ("training.loss=mine.py:f", "must be a PolicyLoss"),
 ]
 
 

@@ -121,7 +121,7 @@ class Contention:
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await process.communicate()  # closes its pipes too, before the event loop ends
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildFailedError for an error that the child reports, RuntimeError if it has ended."""

@@ -297,6 +297,7 @@ async def watched(
         await child.stdout.read()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             await child.stdin.wait_closed()
+        await asyncio.sleep(0.01)  # until the transport has seen that all pipes are closed
     if not done:
         raise _failure(child.returncode, said)
     return started, first, done, max(done["private"], float(peak.bytes))
