@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## make .venv and install pvg with its development tools
 
-train: $(STAMP)  ## play the embedded game: 3 rounds, at most 5 minutes on 2 cores
+train: $(STAMP)  ## play the embedded game: 3 rounds, 5 to 8 minutes on 2 cores
 	$(BIN)/pvg train
 
 test: $(STAMP) lint types  ## lint, type check and tests; CI runs this and test-vllm
