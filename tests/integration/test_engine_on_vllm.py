@@ -196,10 +196,14 @@ def test_an_update_in_mid_flight_leaves_every_token_with_the_version_that_sample
         base, wanted, found = players.base.weights(), requests(players, 8192, 100), dict[str, Completion]()
         waiting, weights = iter(wanted), (base, moved(players, 0.05))
 
+        def crosses(completion: Completion) -> bool:
+            """Whether 16 tokens or more of other weights follow a start with the base's weights (the even versions)."""
+            starts = [*(span.start for span in completion.spans), len(completion.token_ids)]
+            return [span.version % 2 for span in completion.spans[:2]] == [0, 1] and starts[2] - starts[1] >= 16
+
         def across() -> list[tuple[GenerationRequest, Completion]]:
-            """Begun upon the base's weights, which are the even versions, and gone on upon others."""
             both = [(request, found[request.id]) for request in wanted if request.id in found]
-            return [pair for pair in both if [span.version % 2 for span in pair[1].spans[:2]] == [0, 1]]
+            return [pair for pair in both if crosses(pair[1])]
 
         async def keep_asking() -> None:
             while not across():
