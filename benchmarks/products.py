@@ -1,4 +1,4 @@
-"""Float32 matrix products as torch does them (MKL) against oneDNN, the two sides of pvg/models/products.py.
+"""Float32 matrix products as torch does them (MKL) against oneDNN, the two sides of pvg/models/blocked_layers.py.
 
     python benchmarks/products.py [--threads 1] [--out docs/products-threads-1.json]
 
@@ -18,7 +18,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from pvg.models import products
+from pvg.models import blocked_layers as products
 
 WIDTHS = [(128, 128), (128, 384), (192, 128), (512, 512), (512, 1536)]  # (into, out of) a linear layer
 ROUNDS, CALLS = 15, 40

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pvg.evaluation.study import Reading
-from pvg.experiment import Experiment, load_experiment
+from pvg.config.experiment import Experiment, load_experiment
+from pvg.evaluation.opened_run import Reading
 from pvg.game.ledger import shards_of
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
@@ -33,8 +33,8 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.tasks import open_task
 from pvg.training.trainer import Trainer
+from pvg.verifier.calibration import auc
 from pvg.verifier.data import PairSource
-from pvg.verifier.measures import auc
 from pvg.verifier.robust import objective_for
 
 DRAWS = (0, 1)

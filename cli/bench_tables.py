@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cli.bench_sync import has_updates, update_tables
 from cli.output import quiet_table
-from pvg.bench.gains import Gain, gains, headline_of
+from pvg.bench.compare import Gain, gains, headline_of
 from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.runner import WALL

@@ -72,7 +72,7 @@ def schema(
 
     resolved = resolve(experiment, []) if experiment else None
     if as_json:
-        from pvg.experiment import Experiment
+        from pvg.config.experiment import Experiment
 
         emit(Experiment.model_json_schema())
     else:

@@ -12,7 +12,7 @@ from cli.options import RunsOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from pvg.sections import Telemetry
+    from pvg.config.sections import Telemetry
 
 ANY = "any"
 
@@ -59,7 +59,7 @@ def diagnose(
 
 
 def _checked(names: list[str]) -> frozenset[str]:
-    from pvg.experiment import nearest
+    from pvg.config.experiment import nearest
     from pvg.reporting.diagnosis import SIGNATURES
 
     known = [*SIGNATURES, ANY]

@@ -120,7 +120,7 @@ def check_extras(runs: Path) -> Iterator[Finding]:
 def check_vllm(runs: Path) -> Iterator[Finding]:
     """The interpreter that `pvg serve` would start. Only rollout.engine = "vllm" needs one."""
     from pvg.errors import PvgError
-    from pvg.serving.interpreter import find_interpreter
+    from pvg.servers.command import find_interpreter
 
     try:
         found = find_interpreter()
@@ -142,7 +142,7 @@ def check_models(runs: Path) -> Iterator[Finding]:
     """The models that come with pvg; those that settings name by default must be there."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
-    from pvg.experiment import Experiment
+    from pvg.config.experiment import Experiment
     from pvg.models.sources import EMBEDDED, GGUF_READERS, INSTALL, SMOLLM2, embedded_names
 
     present = embedded_names()

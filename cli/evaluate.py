@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from cli.driving import Watcher
+    from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import Outcome, Request
-    from pvg.experiment import Experiment
     from pvg.store.run_directory import RunDirectory
 
 
@@ -56,8 +56,7 @@ def evaluate(
 
     Ctrl-C stops at a commit point; the same command goes on from there.
     """
-    from pvg.evaluation.courses import default_parts
-    from pvg.evaluation.parts import parse_parts, parse_rounds
+    from pvg.evaluation.opponents import default_parts, parse_parts, parse_rounds
     from pvg.hub import fetch_all
     from pvg.store.run_directory import RunDirectory
 
@@ -81,8 +80,8 @@ def evaluate(
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     """The run's settings with the overrides. Raises StateError for those that the run was played with."""
+    from pvg.config.experiment import differences, load_experiment
     from pvg.errors import StateError
-    from pvg.experiment import differences, load_experiment
 
     experiment = load_experiment(run.experiment_file, overrides)
     if changed := differences(run.experiment().hashed(), experiment.hashed()):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from pvg.experiment import BatchArithmetic, Experiment
+    from pvg.config.experiment import BatchArithmetic, Experiment
 
 PIPE_WIDTH = 100  # columns where no terminal says how many there are
 

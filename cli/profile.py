@@ -86,8 +86,8 @@ def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
 ) -> Profiled:
     from cli.resolve import DEFAULT_EXPERIMENT
+    from pvg.bench.profiling.passes import stage_of, stage_settings
     from pvg.bench.profiling.profile import profile_stage
-    from pvg.bench.profiling.stages import stage_of, stage_settings
 
     chosen = stage_of(stage)
     settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pvg.experiment import Experiment, find_experiment, load_experiment
+from pvg.config.experiment import Experiment, find_experiment, load_experiment
 from pvg.extensions import check_references
 
 DEFAULT_EXPERIMENT = "modchain"

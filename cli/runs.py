@@ -10,11 +10,11 @@ from pathlib import Path
 
 from cli.boundary import say
 from cli.resolve import DEFAULT_EXPERIMENT, resolve
+from pvg.config.experiment import Experiment, differences, load_experiment, read_override
+from pvg.config.sections import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError
-from pvg.experiment import Experiment, differences, load_experiment, read_override
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
-from pvg.sections import Store
 from pvg.store.run_directory import RunDirectory, refuse_name
 
 

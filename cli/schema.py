@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from pvg.experiment import Experiment
-from pvg.sections import TASKS
+from pvg.config.experiment import Experiment
+from pvg.config.sections import TASKS
 
 
 def setting_rows() -> list[tuple[str, str, Any]]:

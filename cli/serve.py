@@ -13,9 +13,9 @@ from cli.options import SetOption
 
 if TYPE_CHECKING:
     from cli.serve_display import ServeView
-    from pvg.experiment import Experiment
-    from pvg.serving.command import ServerSpec
-    from pvg.serving.process import ServerFailedError, VllmServer
+    from pvg.config.experiment import Experiment
+    from pvg.servers.command import ServerSpec
+    from pvg.servers.process import ServerFailedError, VllmServer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # What a trainer must be told to use a server of each purpose.
@@ -67,10 +67,9 @@ def serve(
     from cli.serve_display import view
     from pvg.errors import UsageError
     from pvg.hub import fetch_all, pinned
-    from pvg.serving.command import server_spec
-    from pvg.serving.interpreter import find_interpreter
-    from pvg.serving.models import kind_for, model_folder
-    from pvg.serving.process import check_port
+    from pvg.servers.command import find_interpreter, server_spec
+    from pvg.servers.models import kind_for, model_folder
+    from pvg.servers.process import check_port
 
     key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"
     experiment = pinned(resolve(name, overrides or []), say, (key,))
@@ -97,7 +96,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeVie
     """Serve until Ctrl-C (exit code 130), or until the server ends by itself (3)."""
     import asyncio
 
-    from pvg.serving.process import ServerFailedError, VllmServer
+    from pvg.servers.process import ServerFailedError, VllmServer
 
     async def work() -> None:
         _cancel_at_signals()

@@ -25,11 +25,10 @@ from rich.text import Text
 from cli.output import stderr, stdout
 from pvg.reporting.figures import clock, compact, duration
 from pvg.reporting.terminal import QUIET
-from pvg.serving.command import ServerSpec
-from pvg.serving.figures import Figures
-from pvg.serving.pool import ServerFault
-from pvg.serving.process import VllmServer
-from pvg.serving.stages import ALL_STAGES, READY, Stage
+from pvg.servers.command import ServerSpec
+from pvg.servers.control import Figures
+from pvg.servers.pool import ServerFault
+from pvg.servers.process import ALL_STAGES, READY, Stage, VllmServer
 
 LOOK_S = 2.0  # between two looks at /metrics
 LINE_S = 30.0  # at least, between two lines without a terminal

@@ -232,7 +232,7 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | 
 def _write_markdown(path: Path, results: StudyResults) -> None:
     """The tables as a file, or between the marks of a document that has them."""
     from pvg.store.atomic import write_output
-    from pvg.study.markdown import markdown_text
+    from pvg.study.text import markdown_text
 
     try:
         write_output(path, _placed(path, results.name, markdown_text(results)).encode())
@@ -243,7 +243,7 @@ def _write_markdown(path: Path, results: StudyResults) -> None:
 
 def _placed(path: Path, name: str, tables: str) -> str:
     """What the file is to hold. Raises UsageError where it is somebody's document without a place for tables."""
-    from pvg.study.markdown import placed
+    from pvg.study.text import placed
 
     try:
         return placed(path.read_bytes().decode() if path.is_file() else "", name, tables)

@@ -14,7 +14,7 @@ from pvg.reporting.terminal import HEADING, QUIET, section
 from pvg.study.cells import Standing
 from pvg.study.plan import Evaluate, StudyFile, StudyPlan
 from pvg.study.results import StudyResults
-from pvg.study.words import (
+from pvg.study.text import (
     cautions,
     comparison_cells,
     middle_text,

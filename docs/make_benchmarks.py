@@ -33,7 +33,7 @@ from targets import target_lines
 from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
 from cli.bench_tables import number
 from cli.compare_table import markdown_rows
-from pvg.bench.gains import Gain, gains, headline_of
+from pvg.bench.compare import Gain, gains, headline_of
 from pvg.bench.report import BenchReport, Environment, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.gains import better_by
+from pvg.bench.compare import better_by
 from pvg.bench.report import BenchReport, Environment, Samples, Variant
 from pvg.bench.runner import WALL
 from pvg.bench.statistics import median

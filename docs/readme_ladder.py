@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.gains import Gain, gains
+from pvg.bench.compare import Gain, gains
 from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError

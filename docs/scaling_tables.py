@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from cli.bench_tables import number
 from cli.compare_table import markdown_rows
-from pvg.bench.exponents import exponent_of, upper_range
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import Contrast, median
+from pvg.bench.workloads.scaling import exponent_of, upper_range
 
 PROFILE = "scaling"
 WHOLE = "whole step"

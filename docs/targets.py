@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.gains import better_by, headline_of, taken_in_turn
+from pvg.bench.compare import better_by, headline_of, taken_in_turn
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.statistics import median
 from pvg.errors import UsageError

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from pvg.config.sections import Verifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
-from pvg.sections import Verifier
 
 
 class MeanHead(VerifierModel):

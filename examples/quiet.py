@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from pvg.config.sections import Game
 from pvg.game.rewards import Outcomes
 from pvg.records import Float32
-from pvg.sections import Game
 
 
 def quiet(outcomes: Outcomes, game: Game) -> Float32:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
     from huggingface_hub.utils.tqdm import tqdm
 
-    from pvg.experiment import Experiment
+    from pvg.config.experiment import Experiment
 
 Kind = Literal["model", "dataset"]
 Say = Callable[[str], None]

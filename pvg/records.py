@@ -197,7 +197,7 @@ class Rollout:
 
 
 class Scorable(Protocol):
-    """What a verifier scores: a Rollout, or a row of a shard (pvg.store.solutions). Messages name it by `id`."""
+    """What a verifier scores: a Rollout, or a row of a shard (pvg.store.samples). Messages name it by `id`."""
 
     @property
     def id(self) -> str: ...

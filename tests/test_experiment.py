@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.errors import ConfigurationError, UsageError
-from pvg.experiment import (
+from pvg.config.experiment import (
     Experiment,
     build_experiment,
     differences,
@@ -20,7 +19,8 @@ from pvg.experiment import (
     shipped_directories,
     valid_keys,
 )
-from pvg.sections import TASKS
+from pvg.config.sections import TASKS
+from pvg.errors import ConfigurationError, UsageError
 
 SHIPPED = sorted(path for place in shipped_directories() for path in place.glob("*.toml"))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment
 
 SAFE = {"game": {"reward": "cgc"}}
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from game.kill_drill import small_experiment
 
-from pvg import sections
+from pvg.config import sections
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, StateError
-from pvg.experiment import Experiment, build_experiment
 from pvg.extensions import check_references, digests, resolve
 from pvg.game.players import Players
 from pvg.game.rewards import Outcomes, rewards
@@ -24,7 +24,7 @@ from pvg.tasks import open_task
 from pvg.telemetry.observer import SilentObserver
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss
-from pvg.verifier.penalties import bradley_terry_slopes, cross_entropy_slopes, slopes_of
+from pvg.verifier.robust import bradley_terry_slopes, cross_entropy_slopes, slopes_of
 
 TABLE = {"known": len}
 

@@ -27,15 +27,14 @@ from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write
 
 from cli.bench_tables import number
 from pvg import spinning
-from pvg.bench.environment import read_environment, usable_cores
-from pvg.bench.gains import gains
-from pvg.bench.report import BenchReport, write_report
+from pvg.bench.compare import gains
+from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
 from pvg.bench.runner import SampleTaken, Trial, run_trials
 from pvg.bench.statistics import median
 from pvg.bench.variants import common_work, on_loop
 from pvg.bench.workload import Measure
+from pvg.config.experiment import Experiment, assign, build_experiment, parse_override, read_toml
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, MissingRequirementError, PvgError, UsageError
-from pvg.experiment import Experiment, assign, build_experiment, parse_override, read_toml
 from pvg.game.roles import TAGS
 from pvg.records import Role
 from pvg.tasks import open_task, problems_of_half

@@ -23,11 +23,11 @@ from work import read_work, reward
 
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
-from pvg.experiment import Experiment, build_experiment
-from pvg.game.asked import asked_in
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner, policy_of
+from pvg.game.roles import asked_in
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task

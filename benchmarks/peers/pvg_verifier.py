@@ -23,7 +23,7 @@ from protocol import Orders
 from work import read_work
 
 from pvg.bench.variants import on_loop
-from pvg.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.game.verifier_phase import optimizer_settings
 from pvg.models import open_model, pick_device
 from pvg.models.compute import compute_executor
@@ -32,8 +32,7 @@ from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.training.trainer import Trainer
-from pvg.verifier.batch import VerifierBatch
-from pvg.verifier.data import PairSource
+from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.template import VerifierTemplate
 

@@ -1,19 +1,9 @@
-"""Two benchmark reports of the same work, metric by metric: is B better, worse, or is no difference to be seen?
+"""What each variant of one report bought: how many times better than another its headline measure is.
 
-    comparison = compare_reports(read_report(a), read_report(b), fail_above=0.05)
-    for metric in comparison.metrics: print(metric.name, metric.verdict, metric.ratio)
+    for gain in gains(report): print(gain.variant.label, gain.step.ratio)
 
-Many metrics are asked about at once, and each could cry wolf. So every interval is given at 1 - 5 %/m for m metrics
-(Bonferroni, which holds however the metrics depend on each other): in 95 of 100 comparisons all of them hold together.
-Metrics whose samples are all the same number on both sides cannot cry wolf, and do not count; seconds and the rates
-that are made of them rise and fall together, cry wolf together, and count as one.
-
-Better or worse is said only where two things agree:
-- the interval lies wholly on one side of 1;
-- the rank test, which assumes nothing of the samples' distribution, says so too, at 5 %/m, or, where so few samples
-  cannot reach that, by the least p value they can give: all of one side lie below all of the other.
-tests/bench/test_compare.py measures both rates: wolf is cried in below 1 % of comparisons of ten metrics (11 to 15 % if
-nothing were adjusted), and a slowdown of 10 % among spreads of 1 to 3 % is found in over 95 %, with 10 samples.
+A ratio above 1 is better for every measure. Variants that did other work have no ratio. If samples were taken in turn,
+a ratio is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -23,9 +13,88 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pvg.bench.report import BenchReport, Samples
-from pvg.bench.statistics import RatioInterval, least_p_value, median, rank_test, ratio_of_medians
+from pvg.bench.report import BenchReport, Samples, Variant
+from pvg.bench.statistics import RatioInterval, least_p_value, median, rank_test, ratio_of_medians, ratio_of_pairs
 from pvg.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One variant against the one before it (`step`) and against the first one (`whole`); None where there is no
+    ratio: for the first variant itself, beside a failed one, for other work, for values that are not above 0."""
+
+    variant: Variant
+    step: RatioInterval | None
+    whole: RatioInterval | None
+    says: str = ""
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the interval of `step` does not contain 1."""
+        return self.step is not None and not self.step.low <= 1.0 <= self.step.high
+
+
+def taken_in_turn(report: BenchReport) -> bool:
+    """Whether sample i of one variant and sample i of another were taken in the same round."""
+    return bool(report.config.get("interleave"))
+
+
+def headline_of(report: BenchReport) -> str:
+    """The measure that the profile's tables compare."""
+    return str(report.config["profile"]["headline"])
+
+
+def gains(report: BenchReport) -> list[Gain]:
+    """Every variant of a sweep or an ablation, in the report's order."""
+    headline = headline_of(report)
+    alike, in_turn = "by_variant" not in report.work, taken_in_turn(report)
+    says = {f"{rung['switch']}={_word(rung['fast'])}": str(rung["says"]) for rung in report.config["profile"]["ladder"]}
+    found: list[Gain] = []
+    first = before = None
+    for variant in report.variants:
+        own = variant.samples.get(headline)
+        found.append(
+            Gain(
+                variant,
+                better_by(before, own, in_turn=in_turn) if alike else None,
+                better_by(first, own, in_turn=in_turn) if alike else None,
+                says.get(variant.label, "") if report.kind == "ablation" else "",
+            )
+        )
+        first, before = (own if len(found) == 1 else first), own
+    return found
+
+
+def better_by(before: Samples | None, after: Samples | None, *, in_turn: bool = False) -> RatioInterval | None:
+    """How many times better `after` is than `before`, with the interval at 95 %. `in_turn`: see `taken_in_turn`."""
+    if before is None or after is None or min(*before.values, *after.values) <= 0:
+        return None
+    ratio = ratio_of_pairs if in_turn else ratio_of_medians
+    if before.better == "higher":
+        return ratio(before.values, after.values)
+    return ratio(after.values, before.values)
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# Two benchmark reports of the same work, metric by metric: is B better, worse, or is no difference to be seen?
+#
+#     comparison = compare_reports(read_report(a), read_report(b), fail_above=0.05)
+#     for metric in comparison.metrics: print(metric.name, metric.verdict, metric.ratio)
+#
+# Many metrics are asked about at once, and each could cry wolf. So every interval is given at 1 - 5 %/m for m metrics
+# (Bonferroni, which holds however the metrics depend on each other): in 95 of 100 comparisons all of them hold
+# together. Metrics whose samples are all the same number on both sides cannot cry wolf, and do not count; seconds and
+# the rates that are made of them rise and fall together, cry wolf together, and count as one.
+#
+# Better or worse is said only where two things agree:
+# - the interval lies wholly on one side of 1;
+# - the rank test, which assumes nothing of the samples' distribution, says so too, at 5 %/m, or, where so few samples
+#   cannot reach that, by the least p value they can give: all of one side lie below all of the other.
+# tests/bench/test_compare.py measures both rates: wolf is cried in below 1 % of comparisons of ten metrics (11 to 15 %
+# nothing were adjusted), and a slowdown of 10 % among spreads of 1 to 3 % is found in over 95 %, with 10 samples.
 
 Verdict = Literal["worse", "better", "too few samples", "no difference seen"]
 VERDICTS: tuple[Verdict, ...] = ("worse", "better", "too few samples", "no difference seen")  # what matters first

@@ -29,8 +29,8 @@ from pvg.bench.profile import (
 )
 from pvg.bench.runner import WALL
 from pvg.bench.workloads import REPLAYING, SERVED, WORKLOADS, WorkloadTable
+from pvg.config.experiment import nearest, parse_list
 from pvg.errors import ConfigurationError, UsageError
-from pvg.experiment import nearest, parse_list
 from pvg.store.run_directory import RunDirectory
 
 Kind = Literal["bench", "sweep", "ablation"]

@@ -17,8 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from pvg.errors import ConfigurationError
-from pvg.experiment import (
+from pvg.config.experiment import (
     Experiment,
     assign,
     build_experiment,
@@ -30,7 +29,8 @@ from pvg.experiment import (
     shipped_directories,
     valid_keys,
 )
-from pvg.sections import Count, Section
+from pvg.config.sections import Count, Section
+from pvg.errors import ConfigurationError
 from pvg.store.run_directory import RunDirectory
 
 OWN_KEYS = ("warmup", "repeats")  # of a profile, that --set may change

@@ -23,8 +23,7 @@ from typing import Any
 from pvg.bench.report import Budget, Samples, Variant
 from pvg.bench.workload import Measure, Workload
 from pvg.errors import EXIT_CHECK_FAILED, PvgError
-from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer
-from pvg.telemetry.training_time import trained_seconds
+from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, trained_seconds
 
 RESET = "reset"  # the part in which a workload returns to its start or calibrates itself; real steps have none
 WALL = "wall_s"

@@ -20,16 +20,14 @@ from typing import Any
 
 import orjson
 
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, ServerUnavailableError, UsageError
-from pvg.experiment import Experiment
-from pvg.serving.command import LOOPBACK, server_spec
-from pvg.serving.control import ControlClient, ServerInfo
-from pvg.serving.interpreter import find_interpreter
-from pvg.serving.keys import control_key
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.models import model_folder
-from pvg.serving.pool import HttpPool, ServerFault
-from pvg.serving.process import VllmServer
+from pvg.servers.command import LOOPBACK, find_interpreter, server_spec
+from pvg.servers.control import ControlClient, ServerInfo
+from pvg.servers.keys import control_key
+from pvg.servers.models import model_folder
+from pvg.servers.pool import ConnectionLimits, HttpPool, ServerFault
+from pvg.servers.process import VllmServer
 
 # What `pvg serve` reads, and a running server cannot change.
 FIXED_AT_START = frozenset(

@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from pvg.bench.gains import headline_of
+from pvg.bench.compare import headline_of
 from pvg.bench.planning import plan_bench
 from pvg.bench.profile import Tune, find_profile, read_profile
 from pvg.bench.report import BenchReport, Variant
@@ -24,8 +24,8 @@ from pvg.bench.runner import OnSample
 from pvg.bench.statistics import median
 from pvg.bench.variants import run_plan
 from pvg.bench.workloads import WORKLOADS, WorkloadTable
+from pvg.config.experiment import assign
 from pvg.errors import PvgError, UsageError
-from pvg.experiment import assign
 
 # A smaller value is taken when its median is this close to the best one's: larger batches cost memory, and of two
 # values that differ by less than the noise the smaller is the cheaper one.

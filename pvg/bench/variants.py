@@ -22,14 +22,13 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from pvg.bench import servers
-from pvg.bench.environment import read_environment, torch_threads
 from pvg.bench.planning import Choice, Kind, Plan, is_served, plan_bench
 from pvg.bench.profile import BenchSettings
-from pvg.bench.report import BenchReport, Variant
+from pvg.bench.report import BenchReport, Variant, read_environment, torch_threads
 from pvg.bench.runner import OnSample, Trial, run_trials
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, PvgError
-from pvg.experiment import Experiment
-from pvg.serving.control import ServerInfo
+from pvg.servers.control import ServerInfo
 from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import DeviceClock
 
@@ -242,6 +241,6 @@ def _device_clock(settings: BenchSettings, gpu: str | None) -> DeviceClock | Non
     if gpu is None:
         return None
     from pvg.models import pick_device
-    from pvg.telemetry.cuda_clock import CudaClock
+    from pvg.telemetry.spans import CudaClock
 
     return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None

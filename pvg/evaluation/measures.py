@@ -1,25 +1,223 @@
-"""The parts of an evaluation: from scored samples to the numbers of the report, as plain data.
+"""Best-of-n: how often the solution that a verifier likes best of n is correct.
 
-Everything here is a pure function of arrays and settings.
+*Balanced* (Kirchner et al. 2024, arXiv 2407.13692): n/2 correct and n/2 incorrect solutions of a problem, so chance is
+one half. *Natural*: n solutions as they were sampled; chance is the share of correct ones, and pass@n the ceiling.
+
+Both are exact expectations over all subsets of the sampled solutions, not one draw. Of the solutions that tie for the
+highest score one is taken at random. The sums go over the distinct scores v and over how many of the chosen solutions
+tie at v (derived; tests enumerate all subsets):
+
+    P = sum_v sum_{j+k>=1} j/(j+k) C(c_v,j) C(c_<,a-j)/C(c,a) C(i_v,k) C(i_<,b-k)/C(i,b)      balanced, a = b = n/2
+    P = sum_v sum_{j+k>=1} j/(j+k) C(c_v,j) C(i_v,k) C(c_< + i_<, n-j-k)/C(c+i,n)             natural
+
+with c_v (i_v) correct (incorrect) solutions that score v, and c_< (i_<) that score less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.evaluation import best_of_n as best
+from pvg.config.sections import Evaluate, Verifier
 from pvg.evaluation import calibration as calibrated
-from pvg.evaluation import localisation as located
-from pvg.evaluation import separability as separate
+from pvg.evaluation.calibration import fit, sigmoid
 from pvg.evaluation.detection import auc_of, band, roc, wins
-from pvg.evaluation.intervals import Estimate, Float64, mean_of, ratio, share_of
-from pvg.evaluation.logistic import sigmoid
+from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, ratio, share_of
 from pvg.evaluation.samples import Scored
-from pvg.sections import Evaluate, Verifier
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One distinct score of a problem: how many correct and incorrect solutions have it, and how many have less."""
+
+    right: int
+    right_below: int
+    wrong: int
+    wrong_below: int
+
+
+def sizes(largest: int) -> list[int]:
+    """2, 4, 8, ... up to `largest`."""
+    return [2**power for power in range(1, largest.bit_length()) if 2**power <= largest]
+
+
+def balanced(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
+    """The probability that the best of n/2 correct and n/2 incorrect solutions of one problem is correct; None where
+    there are too few of either. Raises ValueError for an odd n."""
+    if n % 2 or n < 2:
+        raise ValueError(f"a balanced choice is among an even number of solutions, not {n}")
+    half, right = n // 2, int(correct_N.sum())
+    wrong = len(correct_N) - right
+    if right < half or wrong < half:
+        return None
+    ways = math.comb(right, half) * math.comb(wrong, half)
+
+    def chosen(level: Level, j: int, k: int) -> int:
+        of_right = _choose(level.right, j) * _choose(level.right_below, half - j)
+        return of_right * _choose(level.wrong, k) * _choose(level.wrong_below, half - k)
+
+    return _won(scores_N, correct_N, chosen) / ways
+
+
+def natural(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
+    """The probability that the best of n solutions of one problem is correct; None where there are fewer than n."""
+    if len(correct_N) < n:
+        return None
+
+    def chosen(level: Level, j: int, k: int) -> int:
+        rest = _choose(level.right_below + level.wrong_below, n - j - k)
+        return _choose(level.right, j) * _choose(level.wrong, k) * rest
+
+    return _won(scores_N, correct_N, chosen) / math.comb(len(correct_N), n)
+
+
+def pass_at(correct: int, total: int, n: int) -> float:
+    """The probability that at least one of n of `total` solutions is correct: 1 - C(total - correct, n)/C(total, n)
+    (Chen et al. 2021, arXiv 2107.03374)."""
+    return 1.0 - math.comb(total - correct, n) / math.comb(total, n)
+
+
+def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[Level, int, int], int]) -> float:
+    """The ways to choose (`chosen`) with j correct and k incorrect solutions tied at the top, times j/(j+k), summed
+    over the levels at which the top may be; with j = 0 the best is never correct."""
+    return sum(
+        chosen(level, j, k) * j / (j + k)
+        for level in _levels(scores_N, correct_N)
+        for j in range(1, level.right + 1)
+        for k in range(level.wrong + 1)
+    )
+
+
+def _levels(scores_N: NDArray[Any], correct_N: Bools) -> list[Level]:
+    sides = np.sort(scores_N[correct_N]), np.sort(scores_N[~correct_N])
+    found = []
+    for value in np.unique(scores_N):
+        below, up_to = ([int(np.searchsorted(side, value, end)) for side in sides] for end in ("left", "right"))
+        found.append(Level(up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
+    return found
+
+
+def _choose(n: int, k: int) -> int:
+    """C(n, k), 0 where there is no such choice."""
+    return math.comb(n, k) if k >= 0 else 0
+
+
+def by_problem(
+    scores_N: NDArray[Any], correct_N: Bools, problems_N: Ints, n: int, accuracy: Callable[..., float | None]
+) -> list[float | None]:
+    """`accuracy` (balanced or natural) of each problem 0..P-1; None where a problem has too few solutions."""
+    count = int(problems_N.max()) + 1 if len(problems_N) else 0
+    return [accuracy(scores_N[problems_N == p], correct_N[problems_N == p], n) for p in range(count)]
+
+
+def curve_point(values: Sequence[float | None], weights_BP: Float64, confidence: float) -> Estimate:
+    """The mean over the problems that have a value, with the bootstrap over all of them."""
+    there_P = np.array([value is not None for value in values], dtype=np.float64)
+    values_P = np.array([value or 0.0 for value in values], dtype=np.float64)
+    return ratio(values_P, there_P, weights_BP, confidence, int(there_P.sum()))
+
+
+# Whether a score says where the flaw is: it should fall at the first wrong step.
+#
+# A solution is cut after each of its steps and every prefix is scored; the flaw is *located* at the step at which the
+# score falls most, s_(k-1) - s_k, with s_0 the score of the empty solution. That works for every head. A step's score
+# depends on how long the prefix is, for some heads: hence the comparison with guessing, which is right once in
+# (number of steps), and not with zero.
+
+
+def credit(prefix_scores_K: NDArray[Any], flaw: int) -> float:
+    """The probability that the largest fall of K+1 prefix scores (the empty solution first) is at step `flaw` (from 0),
+    ties broken at random. Raises ValueError for a flaw outside of the K steps."""
+    falls_K = prefix_scores_K[:-1].astype(np.float64) - prefix_scores_K[1:].astype(np.float64)
+    if not 0 <= flaw < len(falls_K):
+        raise ValueError(f"step {flaw} is none of the {len(falls_K)} steps")
+    largest_K = falls_K == falls_K.max()
+    return float(largest_K[flaw] / largest_K.sum())
+
+
+def chance(steps_N: NDArray[np.int64]) -> float:
+    """What guessing a step gets on average: the mean of 1 / (number of steps)."""
+    return float(np.mean(1.0 / steps_N))
+
+
+# Whether helpful and sneaky solutions can be told apart by their style: the AUC of a tiny classifier.
+#
+# Near one half: the roles write alike, as the game wants. Near one: they have drifted apart, and the verifier may
+# learn the role instead of correctness. As correctness itself separates the roles, the probe is also trained and read
+# within correct and within incorrect solutions alone; there by pairs of one problem, for the problems differ too:
+# those that the sneaky role gets right are easier than those that the helpful one does, or fewer.
+#
+# The probe: presence of token n-grams, hashed into FEATURES columns (collisions and all, as in Weinberger et al.
+# 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a ridge. No random number anywhere: the
+# same solutions give the same AUC.
+
+FEATURES = 2048
+FACTOR = np.uint64(1_000_003)
+SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Fibonacci hashing
+RIDGE = 1.0  # on the weights; rows have length 1, so this is a few solutions' worth of evidence
+INTERCEPT_RIDGE = 1e-6
+
+
+def folds_of(problem_ids: Sequence[str], folds: int) -> Ints:
+    """int64 [P]: the fold of each problem, by a hash of its id; of few problems some folds may be empty."""
+    return np.array(
+        [int.from_bytes(hashlib.sha256(f"fold/{name}".encode()).digest()[:8]) % folds for name in problem_ids],
+        dtype=np.int64,
+    )
+
+
+def features(solutions: Sequence[NDArray[np.int32]], longest: int) -> Float64:
+    """float64 [N, FEATURES]: which token n-grams of 1 to `longest` tokens each solution has, scaled to length 1."""
+    rows_NF = np.zeros((len(solutions), FEATURES))
+    for place, ids in enumerate(solutions):
+        hashed = np.zeros(len(ids), dtype=np.uint64)
+        for size in range(1, min(longest, len(ids)) + 1):
+            # A polynomial of the n tokens, then spread together with n by a multiplication; both wrap around.
+            hashed = hashed[: len(ids) - size + 1] * FACTOR + ids[size - 1 :].astype(np.uint64) + np.uint64(1)
+            columns = ((hashed + np.uint64(size)) * SPREAD >> np.uint64(40)) % np.uint64(FEATURES)
+            rows_NF[place, columns] = 1.0
+    lengths_N = np.sqrt(rows_NF.sum(axis=1, keepdims=True))
+    return np.asarray(rows_NF / np.maximum(1.0, lengths_N))
+
+
+def probe(
+    rows_NF: Float64,
+    helpful_N: NDArray[np.bool_],
+    problems_N: Ints,
+    fold_P: Ints,
+    weights_BP: Float64,
+    confidence: float,
+    pairs_P: Ints | None = None,
+) -> Estimate:
+    """The AUC of held-out helpful solutions against held-out sneaky ones, over all pairs within a fold, or of problems
+    that have one number in `pairs_P` (each of its numbers within a fold). No value where a fold's other folds hold one
+    role only."""
+    problems = len(fold_P)
+    fold_N = fold_P[problems_N]
+    design_ND = np.concatenate([rows_NF, np.ones((len(rows_NF), 1))], axis=1)
+    penalty_D = np.append(np.full(rows_NF.shape[1], RIDGE), INTERCEPT_RIDGE)
+    scores_N = np.zeros(len(rows_NF))
+    for fold in np.unique(fold_N):
+        others_N = fold_N != fold
+        if len(np.unique(helpful_N[others_N])) < 2:
+            return Estimate(None, None, None, len(rows_NF), len(np.unique(problems_N)))
+        fitted_D = fit(design_ND[others_N], helpful_N[others_N].astype(np.float64), penalty_D)
+        scores_N[~others_N] = design_ND[~others_N] @ fitted_D
+    counts = wins(scores_N[helpful_N], problems_N[helpful_N], scores_N[~helpful_N], problems_N[~helpful_N], problems)
+    return auc_of(counts, weights_BP, confidence, fold_P if pairs_P is None else pairs_P)
+
+
+# The parts of an evaluation: from scored samples to the numbers of the report, as plain data.
+#
+# Everything here is a pure function of arrays and settings.
 
 NOTHING = Estimate(None, None, None, 0, 0).plain()
 
@@ -38,9 +236,9 @@ def best_of_n(sources: Mapping[str, Scored], section: Evaluate, weights_BP: Floa
 
 def _balanced(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     points = []
-    for n in best.sizes(2 * section.samples):
-        values = best.by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, best.balanced)
-        point = best.curve_point(values, weights_BP, section.confidence)
+    for n in sizes(2 * section.samples):
+        values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
+        point = curve_point(values, weights_BP, section.confidence)
         points.append({"n": n, "accuracy": point.plain(), "excluded": len(values) - point.n})
     return points
 
@@ -53,18 +251,18 @@ def _natural(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[di
     right_P = np.bincount(problems_N, weights=correct_N.astype(np.float64), minlength=size).astype(np.int64)
     chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP, section.confidence)
     points = []
-    for n in best.sizes(section.samples):
-        values = best.by_problem(scores_N, correct_N, problems_N, n, best.natural)
+    for n in sizes(section.samples):
+        values = by_problem(scores_N, correct_N, problems_N, n, natural)
         ceilings = [
-            best.pass_at(int(right), int(total), n) if total >= n else None
+            pass_at(int(right), int(total), n) if total >= n else None
             for right, total in zip(right_P, total_P, strict=True)
         ]
-        point = best.curve_point(values, weights_BP, section.confidence)
+        point = curve_point(values, weights_BP, section.confidence)
         points.append(
             {
                 "n": n,
                 "accuracy": point.plain(),
-                "pass_at_n": best.curve_point(ceilings, weights_BP, section.confidence).plain(),
+                "pass_at_n": curve_point(ceilings, weights_BP, section.confidence).plain(),
                 "chance": chance.plain(),
                 "excluded": len(values) - point.n,
             }
@@ -111,12 +309,12 @@ def separability(
     these by pairs of one problem.
 
     `solutions`: the tokens of each, int32 [C], as the verifier reads them."""
-    fold_P = separate.folds_of([problem.id for problem in own.pool], section.folds)
-    rows_NF = separate.features(solutions, section.ngrams)
+    fold_P = folds_of([problem.id for problem in own.pool], section.folds)
+    rows_NF = features(solutions, section.ngrams)
     strata = {"overall": np.ones(len(rows_NF), dtype=bool), "correct": own.correct_N, "incorrect": ~own.correct_N}
     within_P = np.arange(len(fold_P))  # a role's correct solutions are of easier problems than the other's, say
     found = {
-        name: separate.probe(
+        name: probe(
             rows_NF[mask],
             own.helpful_N[mask],
             own.problems_N[mask],
@@ -134,7 +332,7 @@ def separability(
 
 def calibration(own: Scored, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     """Raw sigmoid(score) and the cross-fitted Platt probability, over all solutions of the round's prover."""
-    fold_P = separate.folds_of([problem.id for problem in own.pool], section.folds)
+    fold_P = folds_of([problem.id for problem in own.pool], section.folds)
     fitted_N = calibrated.cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
     slope, offset = calibrated.platt(own.scores_N, own.correct_N)
     return {
@@ -168,7 +366,7 @@ def localisation(
     """How often the largest fall of the score is at the first wrong step, against guessing, and by which step it is."""
     if not flaws:
         return {"known": True, "accuracy": NOTHING, "chance": None, "gain": NOTHING, "solutions": 0}
-    credits_N = np.array([located.credit(np.array(s), flaw) for s, flaw in zip(prefixes, flaws, strict=True)])
+    credits_N = np.array([credit(np.array(s), flaw) for s, flaw in zip(prefixes, flaws, strict=True)])
     steps_N = np.array([len(s) - 1 for s in prefixes], dtype=np.int64)
     problems_N = np.array(problems, dtype=np.int64)
     size = weights_BP.shape[1]
@@ -179,7 +377,7 @@ def localisation(
     return {
         "known": True,
         "accuracy": accuracy.plain(),
-        "chance": located.chance(steps_N),
+        "chance": chance(steps_N),
         "gain": gain.plain(),
         "solutions": len(flaws),
     }

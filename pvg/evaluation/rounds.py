@@ -22,23 +22,21 @@ from pvg.evaluation.attacks import (
     reference_of,
     sample_attacker,
 )
-from pvg.evaluation.baseline import Baseline, distance
-from pvg.evaluation.courses import KINDS, attack_kinds
-from pvg.evaluation.distance import reach
-from pvg.evaluation.frozen_verifier import FrozenVerifier
+from pvg.evaluation.baseline import Baseline, distance, reach, tax
 from pvg.evaluation.intervals import Float64, draws
-from pvg.evaluation.samples import SampleSet, Scored, digest_of, is_complete, sampled
-from pvg.evaluation.study import (
+from pvg.evaluation.opened_run import (
     BASE_RANGE,
     REFERENCE_RANGE,
     ROUND,
     SAMPLES_RANGE,
+    FrozenVerifier,
     Missing,
     Study,
     digest,
     first_version,
 )
-from pvg.evaluation.tax import tax
+from pvg.evaluation.opponents import KINDS, attack_kinds
+from pvg.evaluation.samples import SampleSet, Scored, digest_of, is_complete, sampled
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
 from pvg.game.seeds import seed_for

@@ -17,32 +17,27 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, TrainingDivergedError, UsageError
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import Baseline, baseline_of, distance
-from pvg.evaluation.courses import check_attacks, check_protocol
-from pvg.evaluation.frozen_verifier import judged
-from pvg.evaluation.notes import notes, notes_of_results
-from pvg.evaluation.parts import PARTS
-from pvg.evaluation.report import REPORT_FILE, EvaluationReport, write_report
+from pvg.evaluation.opened_run import MOST_ROUNDS, Missing, Reading, Study, judged
+from pvg.evaluation.opponents import PARTS, check_attacks, check_protocol
+from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
 from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
 from pvg.evaluation.samples import recover
-from pvg.evaluation.study import MOST_ROUNDS, Missing, Reading, Study
-from pvg.experiment import Experiment
-from pvg.game.asked import asked_in
 from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
-from pvg.game.server_notices import ServerNotices
+from pvg.game.roles import asked_in
 from pvg.game.session import InterruptedByUser
 from pvg.game.solver import solutions_of
 from pvg.game.states import Phase
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.cuda_clock import CudaClock
-from pvg.telemetry.events import EventLog
+from pvg.telemetry.events import EventLog, ServerNotices
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
-from pvg.telemetry.spans import Tracer, span
+from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.version import code_version
 
 MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisation")
@@ -157,7 +152,7 @@ async def open_study(
 
 async def _compute(study: Study, rounds: Sequence[int], request: Request) -> None:
     baseline: Baseline | None = None
-    # In the order of their versions (pvg.evaluation.study): samples, baseline, then round by round the attacks.
+    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then round by round the attacks.
     await base_samples(study)
     for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
         await round_samples(study, round_)

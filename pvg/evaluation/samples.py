@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pvg.evaluation.frozen_verifier import judged, questions, verifier_asks
 from pvg.evaluation.intervals import Ints
-from pvg.evaluation.study import Study, committed_shards, digest, read_json
+from pvg.evaluation.opened_run import Study, committed_shards, digest, judged, questions, read_json, verifier_asks
 from pvg.game.seeds import seed_for
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
 from pvg.rollout.episodes import Environment
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 from pvg.store.shards import ShardInfo
 from pvg.telemetry.observer import PhaseInfo, Progress
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pvg.evaluation.study import Reading, Study, first_version, remove_folder
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
+from pvg.evaluation.opened_run import Reading, Study, first_version, remove_folder
 from pvg.game.ledger import Ledger
 from pvg.game.prover_phase import ProverPhase, Stops, open_learner, save_policy
 from pvg.game.session import Session, finite
@@ -39,7 +39,7 @@ class Course:
     round: int
     phase: str  # as the display names it, and what it counts
     unit: str
-    versions: int  # the range of its versions (pvg.evaluation.study)
+    versions: int  # the range of its versions (pvg.evaluation.opened_run)
     kept: tuple[int, ...]
 
     def folder(self, study: Study) -> Path:

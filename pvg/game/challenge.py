@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.game.players import Players
 from pvg.game.seeds import generator_for
 from pvg.models.tokenizer import Tokenizer

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from pvg.config.experiment import Experiment, differences
 from pvg.errors import StateError
-from pvg.experiment import Experiment, differences
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
@@ -35,7 +35,7 @@ from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, wri
 from pvg.store.journal import JsonLines, Mark, read_json_lines
 from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.telemetry.device import larger, peak_memory

@@ -19,7 +19,7 @@ from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Rollout
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 from pvg.telemetry.spans import span
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.config.sections import Game
 from pvg.records import BASE_SOURCE, source_of_round
-from pvg.sections import Game
 
 Weights = NDArray[np.float64]
 

@@ -18,9 +18,9 @@ from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
-from pvg.rollout.deadlines import training_deadline
 from pvg.rollout.dispatcher import Call, GroupOrder
 from pvg.rollout.episodes import Environment
+from pvg.rollout.gathering import training_deadline
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
 from pvg.models import open_model, pick_device
@@ -28,8 +28,9 @@ from pvg.rollout import Setting, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
-from pvg.tasks.halves import problems_of_half
-from pvg.tasks.task import Concealing, Task
+from pvg.servers.publisher import Publisher
+from pvg.servers.update import Adapter, SyncTiming
+from pvg.tasks.task import Concealing, Task, problems_of_half
 from pvg.telemetry.core_waits import usable_cores
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in
@@ -38,8 +39,6 @@ from pvg.verifier.protocol import Judge
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
-from pvg.weights import Adapter, SyncTiming
-from pvg.weights.publisher import Publisher
 
 if TYPE_CHECKING:
     from torch import Tensor

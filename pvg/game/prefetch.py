@@ -27,9 +27,8 @@ import numpy as np
 
 from pvg.game.orders import ProverOrders
 from pvg.records import Float32, Group, Role, Rollout
-from pvg.rollout.buffer import Taken
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.pipeline import Gate, Lost, Pipeline
+from pvg.rollout.pipeline import Gate, Lost, Pipeline, Taken
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import VerifierScorer
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pvg.config.experiment import Experiment
+from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Int32, Problem, Role
+from pvg.records import Int32, Problem, Role, SolverSolution
+from pvg.rollout.dispatcher import GroupOrder
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
@@ -127,7 +130,7 @@ def _chat(tokenizer: Tokenizer) -> Render:
 
 def translation_renderer(style: str, tokenizer: Tokenizer) -> Translate:
     """A function (problem, role, text of the solver's solution) -> prompt token ids int32 [P]. With style `plain` the
-    roles would have one prompt: pvg.protocol_checks refuses it."""
+    roles would have one prompt: pvg.config.rules refuses it."""
     if style == "chat":
         return _translate_chat(tokenizer)
     return lambda problem, role, solution: tokenizer.encode(f"{TAGS[role]}{problem.question}{solution}?")
@@ -160,3 +163,34 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
     roles = np.array([Role.SNEAKY] * sneaky + [Role.HELPFUL] * (count - sneaky), dtype=object)
     rng.shuffle(roles)
     return list(roles)
+
+
+# What a prover is asked: the prompt of a group, in the direct game and in the decoupled one.
+
+
+@dataclass
+class Asked:
+    """`render` makes a prompt of a problem, `translate` (the decoupled game) of a problem and the solver's solution.
+    `solutions` are these by problem id; None as long as there are none."""
+
+    render: Render
+    translate: Translate | None = None
+    solutions: Mapping[str, SolverSolution] | None = None
+
+    def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
+        """Of solutions; once a solver has solved the problems (the decoupled game), of translations of its solution.
+        Raises StateError for a problem that it has not solved."""
+        if self.solutions is None or self.translate is None:
+            return GroupOrder(problem, role, self.render(problem, role), group, size)
+        if (solution := self.solutions.get(problem.id)) is None:
+            raise StateError(
+                f"The solver of this run has not solved {problem.id}.", "Start a new run: its task has changed."
+            )
+        return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
+
+
+def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> Asked:
+    """What the experiment's prover is asked, before any solver has solved anything."""
+    style = experiment.rollout.prompts
+    translate = translation_renderer(style, tokenizer) if experiment.game.protocol == "decoupled" else None
+    return Asked(prompt_renderer(style, tokenizer), translate)

@@ -21,7 +21,7 @@ from pvg.game.states import GameState, Phase
 from pvg.game.statistics import Columns, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.telemetry.spans import span
-from pvg.verifier.measures import auc
+from pvg.verifier.calibration import auc
 from pvg.verifier.scorer import VerifierScorer
 
 EXAMPLES = 8  # of each kind, in the table of a round

@@ -19,33 +19,31 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError
-from pvg.experiment import Experiment
-from pvg.game.asked import asked_in
 from pvg.game.ledger import Ledger
 from pvg.game.mint import mint
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner, train_prover
+from pvg.game.roles import asked_in
 from pvg.game.round_evaluation import checkpoint
-from pvg.game.server_notices import ServerNotices
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.solver import read_solutions, solve
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import train_verifier
+from pvg.models.blocked_layers import in_blocks
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
-from pvg.models.products import in_blocks
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Role
 from pvg.rollout.episodes import completion_room
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.core_waits import usable_cores
-from pvg.telemetry.cuda_clock import CudaClock
-from pvg.telemetry.events import Events
+from pvg.telemetry.events import Events, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.observer import Observer
-from pvg.telemetry.spans import Tracer, span
+from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.training.trainer import checkpoint_layers
 from pvg.version import code_version
 

@@ -7,8 +7,8 @@ import time
 from contextlib import AsyncExitStack
 from typing import Literal
 
+from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
-from pvg.experiment import Experiment
 from pvg.game.challenge import environment_of
 from pvg.game.run import Outcome, open_session
 from pvg.game.seeds import seed_for
@@ -17,7 +17,7 @@ from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Role, Split
 from pvg.store.run_directory import RunDirectory
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import span
 

@@ -8,20 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pvg.experiment import Experiment
-from pvg.game.asked import Asked
+from pvg.config.experiment import Experiment
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
+from pvg.game.roles import Asked
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.states import GameState
 from pvg.records import Group, Half, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.tasks.halves import problems_of_half
-from pvg.tasks.task import Task
+from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
-from pvg.telemetry.spans import StepBudget, Tracer, add_seconds, span
-from pvg.telemetry.training_time import trained_seconds
+from pvg.telemetry.spans import StepBudget, Tracer, add_seconds, span, trained_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor

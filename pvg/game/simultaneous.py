@@ -38,8 +38,7 @@ from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
-from pvg.verifier.batch import VerifierBatch
-from pvg.verifier.data import PairSource
+from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.protocol import Judge
 from pvg.verifier.robust import objective_for
 from pvg.verifier.scorer import VerifierScorer

@@ -28,7 +28,7 @@ from pvg.inputs import expanded
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, SolverSolution
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 from pvg.store.state import FileStateStore
 from pvg.telemetry.spans import span
 

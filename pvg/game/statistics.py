@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.records import Float32, Group, Rollout
-from pvg.store.sample_columns import SampleColumns
-from pvg.verifier.measures import auc
+from pvg.store.samples import SampleColumns
+from pvg.verifier.calibration import auc
 
 if TYPE_CHECKING:
     from pvg.rollout.engine import EngineStats
+    from pvg.servers.update import SyncTiming
     from pvg.verifier.scorer import ScorerStats
-    from pvg.weights import SyncTiming
 
 Bools = NDArray[np.bool_]
 

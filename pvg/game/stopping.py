@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pvg.sections import Game
+from pvg.config.sections import Game
 
 
 @dataclass

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg import sections
+from pvg.config import sections
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
@@ -38,10 +38,8 @@ from pvg.telemetry.observer import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
-from pvg.verifier.batch import VerifierBatch
-from pvg.verifier.calibration import common_scales, disagreement, member_scores
-from pvg.verifier.data import PairSource
-from pvg.verifier.measures import acceptance_threshold, auc
+from pvg.verifier.calibration import acceptance_threshold, auc, common_scales, disagreement, member_scores
+from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.robust import objective_for
 
 # Held-out solutions that are read and scored together: they fill batches, also on servers, and take a few megabytes.

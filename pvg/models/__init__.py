@@ -16,8 +16,8 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 if TYPE_CHECKING:
     import torch
 
+    from pvg.config.sections import ModelSection
     from pvg.models.language_model import LanguageModel
-    from pvg.sections import ModelSection
 
 __all__ = ["open_model", "pick_device"]
 

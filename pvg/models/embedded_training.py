@@ -30,15 +30,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pvg.config.sections import ModchainTask, ModelSection
 from pvg.models import open_model
 from pvg.models.characters import EOS, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import EMBEDDED
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem
-from pvg.sections import ModchainTask, ModelSection
-from pvg.tasks.modchain import Modchain, chain_problem
-from pvg.tasks.modchain_traces import clean_trace, flawed_trace, possible_mistakes
+from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.models.blocked_layers import blocked_layer, turns_of, why_not
-from pvg.models.packed_attention import causal_attention, last_attention, packed_attention
-from pvg.models.packing import PackedRows
+from pvg.models.packing import PackedRows, causal_attention, last_attention, packed_attention
 
 # Exactly these: a subclass may do something else.
 DECODERS = (LlamaModel, Qwen2Model)

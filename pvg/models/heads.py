@@ -18,13 +18,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from pvg.config.sections import Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.fused_layers import last_hidden, why_not_last
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits
 from pvg.models.tokenizer import Tokenizer
-from pvg.sections import Verifier
 
 # Spellings of the two answers, the likeliest first token of an answer to pvg.verifier.template's question first.
 ANSWERS = (("yes", "no"), ("Yes", "No"), (" yes", " no"), (" Yes", " No"))
@@ -149,7 +149,7 @@ class VerifierModel(nn.Module):
         """The hidden state of each row's last token: float32 [B, D].
 
         Fused layers are for training alone: a score must be the same bits whatever its batch is
-        (pvg.verifier.rectangle).
+        (pvg.models.padding).
         """
         decoder = self._open_backbone().get_decoder()
         if self.fused_layers and torch.is_grad_enabled() and why_not_last(decoder, input_ids_BL.shape[1]) is None:

@@ -24,8 +24,7 @@ from transformers import AttentionInterface
 
 from pvg.errors import ConfigurationError
 from pvg.models.fused_layers import fused_hidden, knows
-from pvg.models.packed_attention import packed_attention
-from pvg.models.packing import PackedRows, pack_rows
+from pvg.models.packing import PackedRows, pack_rows, packed_attention
 
 # Under this name transformers finds the attention of packed rows.
 ATTENTION = "pvg_shared_prompts"

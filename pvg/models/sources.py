@@ -16,12 +16,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pvg import hub
+from pvg.config.experiment import nearest
+from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.experiment import nearest
 from pvg.inputs import expanded
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.tokenizer import Tokenizer
-from pvg.sections import ModelSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EMBEDDED = Path(__file__).parent / "embedded"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.serving.limits import ConnectionLimits
+from pvg.servers.pool import ConnectionLimits
 
 if TYPE_CHECKING:
-    from pvg.experiment import Experiment
+    from pvg.config.experiment import Experiment
     from pvg.models.language_model import LanguageModel
     from pvg.telemetry.events import Events
 

@@ -1,13 +1,7 @@
-"""Rows that are decoded together, and one way to do it: a batch of requests to its end, through the module's forward.
+"""`RowExperts`: the experts that a mixture-of-experts model chose for each token of the rows of one batch.
 
-A batch is decoded by the prefill of its distinct prompts, then one forward pass per token; pvg.rollout.lean_rows holds
-the other way, which takes rows in while others run.
-
-No work per row is done in Python while decoding; rows that finished leave, so that the work falls with the live rows.
-Both savings are switches (`compaction`, `shared_prefill`), so that what they buy can be measured.
-
-Invariant: the result of a row is that of decoding it alone, up to the rounding of floating-point sums: the shape of a
-matrix product decides the order in which it adds, and two tokens that close to a tie may change places.
+A prompt but for its last token is computed in the prefill, once for all rows that share it; every other token is the
+input of one decoding step, but for the last sampled one, which is never computed.
 """
 
 from __future__ import annotations
@@ -24,13 +18,68 @@ from torch import Tensor, nn
 
 from pvg.errors import TrainingDivergedError
 from pvg.models.padding import pad_right, token_budget_batches
-from pvg.models.routing import recorded_experts
+from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.kv_cache import Placement, RowCache
-from pvg.rollout.row_experts import RowExperts
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
+
+
+class RowExperts:
+    """To be told after each forward pass. `rows` requests, of at most `steps` sampled tokens each."""
+
+    def __init__(self, module: nn.Module, recorder: ExpertRecorder, rows: int, steps: int) -> None:
+        experts = max(map(number_of_experts, routers_of(module)))
+        # torch cannot write rows of a uint16: their bits are held as int16, and seen as uint16 by `_read`.
+        self._dtype = torch.uint8 if experts <= 256 else torch.int16
+        self._recorder = recorder
+        self._prefix: list[RoutedExperts | None] = [None] * rows
+        self._shape = (rows, steps)
+        self._steps_NTMK: Tensor | None = None  # where the model is; made at the first step
+
+    def prefilled(self, rows_of: Sequence[Sequence[int]], lengths_B: NDArray[np.int64]) -> None:
+        """The pass computed prompt b, padded to the right, for the rows `rows_of[b]`."""
+        experts_TMK = _read(self._recorder.take().to(self._dtype))
+        experts_BLMK = experts_TMK.reshape(len(rows_of), -1, *experts_TMK.shape[1:])
+        for prompt, rows in enumerate(rows_of):
+            for row in rows:
+                self._prefix[row] = experts_BLMK[prompt, : lengths_B[prompt]]
+
+    def stepped(self, request_R: Tensor, step: int) -> None:
+        """The pass computed one token of each row of `request_R`, from which its sampled token number `step` came."""
+        experts_RMK = self._recorder.take().to(self._dtype)
+        if self._steps_NTMK is None:
+            shape = (*self._shape, *experts_RMK.shape[1:])
+            self._steps_NTMK = torch.zeros(shape, dtype=self._dtype, device=experts_RMK.device)
+        self._steps_NTMK[request_R, step] = experts_RMK
+
+    def results(self, lengths: Sequence[int]) -> list[RoutedExperts]:
+        """[P + C - 1, layers, k] of each row, C its entry in `lengths`. Each is copied once."""
+        assert self._steps_NTMK is not None
+        steps_NTMK = _read(self._steps_NTMK)
+        found = []
+        for row, length in enumerate(lengths):
+            prefix, sampled = self._prefix[row], steps_NTMK[row, :length]
+            found.append(sampled.copy() if prefix is None else np.concatenate([prefix, sampled]))
+        return found
+
+
+def _read(experts: Tensor) -> RoutedExperts:
+    found = experts.cpu().numpy()
+    return found.view(np.uint16) if found.dtype == np.int16 else found
+
+
+# Rows that are decoded together, and one way to do it: a batch of requests to its end, through the module's forward.
+#
+# A batch is decoded by the prefill of its distinct prompts, then one forward pass per token; pvg.rollout.lean_rows
+# holds the other way, which takes rows in while others run.
+#
+# No work per row is done in Python while decoding; rows that finished leave, so that the work falls with the live
+# rows. Both savings are switches (`compaction`, `shared_prefill`), so that what they buy can be measured.
+#
+# Invariant: the result of a row is that of decoding it alone, up to the rounding of floating-point sums: the shape of
+# a matrix product decides the order in which it adds, and two tokens that close to a tie may change places.
 
 # Prompt tokens in one forward pass: enough to fill a device, little enough that activations stay below the KV cache.
 PREFILL_TOKENS = 16_384

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import ConfigurationError
 from pvg.records import Grade, Group, Rollout, Turn
-from pvg.rollout.deadlines import Deadline
 from pvg.rollout.engine import Begun, Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.episodes import Environment, play_episodes
-from pvg.rollout.gathering import Call, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
 from pvg.rollout.grading import Grader
 from pvg.tasks.answers import same_answer
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts, Timing, VersionSpan
-from pvg.weights import SyncTiming, WeightUpdate
+from pvg.servers.update import SyncTiming, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)

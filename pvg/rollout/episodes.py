@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pvg.records import Float32, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
-from pvg.rollout.deadlines import Deadline
 from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.rollout.gathering import Call, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
 
 if TYPE_CHECKING:
-    from pvg.experiment import Experiment
+    from pvg.config.experiment import Experiment
     from pvg.rollout.dispatcher import Dispatcher
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pvg.config.sections import Rollouts
 from pvg.records import Grade, Int32, Problem
 from pvg.rollout.engine import Completion
-from pvg.sections import Rollouts
 from pvg.tasks.task import Batching
 from pvg.telemetry.spans import span, submit_in
 

@@ -22,8 +22,7 @@ from pvg.models.padding import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
 from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, Decoded, Job, Turn, finished_row
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.lean import LeanCache, LeanDecoder
-from pvg.rollout.lean_attention import Shared
+from pvg.rollout.lean import LeanCache, LeanDecoder, Shared
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 

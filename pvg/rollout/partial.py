@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import StateError
 from pvg.records import Group, Rollout
-from pvg.rollout.deadlines import Deadline, compares_within_groups, training_deadline
 from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
 from pvg.rollout.engine import Begun, CutShort, Engine
+from pvg.rollout.gathering import Deadline, compares_within_groups, training_deadline
 
 if TYPE_CHECKING:
-    from pvg.experiment import Experiment
+    from pvg.config.experiment import Experiment
 
 LEAST_OF_GROUP = 2  # to take a mean of
 

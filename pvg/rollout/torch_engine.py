@@ -36,9 +36,9 @@ from pvg.rollout.decoding import Decoded, Job, ModuleRows, Rows, Turn, diverged
 from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
+from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events, Unheard
 from pvg.telemetry.spans import run_in, submit_in
-from pvg.weights import SyncTiming, WeightUpdate
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel

@@ -8,8 +8,8 @@ from pvg.store.journal import JsonLines, JsonLinesReader, read_json_lines
 from pvg.store.manifest import Manifest, read_manifests, write_manifest
 from pvg.store.pairs import MissingPairsError, Pairs, PairStream, PairView, Singles, is_held_out
 from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.samples import SolutionRow
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.solutions import SolutionRow
 from pvg.store.state import FileStateStore, LoadedState, StateStore
 
 __all__ = [

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Float32, Int32
+from pvg.store.samples import MappedSolutions, SolutionRow
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.solutions import MappedSolutions, SolutionRow
 
 Int64 = NDArray[np.int64]
 Int16 = NDArray[np.int16]

@@ -24,8 +24,7 @@ from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store import check_columns, protocol_columns
 from pvg.store.atomic import is_temporary, make_directory, sync_directory, write_atomic
-from pvg.store.sample_columns import SampleColumns
-from pvg.store.solutions import DIGESTS_SUFFIX, MappedSolutions, damaged, digests_of
+from pvg.store.samples import DIGESTS_SUFFIX, MappedSolutions, SampleColumns, damaged, digests_of
 
 SHARD_SCHEMA = b"1"  # with more columns: see SCHEMAS
 ROLLOUTS = "rollouts"
@@ -92,7 +91,7 @@ ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
     """What a commit keeps of a shard. `path` is relative to the run directory, `checksum` the file's sha256, `digests`
-    that of the digests beside it (pvg.store.solutions); empty: it has none."""
+    that of the digests beside it (pvg.store.samples); empty: it has none."""
 
     path: str
     rows: int

@@ -1,30 +1,84 @@
-"""A study on disk: its folder, and how far each of its cells is.
+"""Whether what `pvg evaluate` left in a cell's run is what the study asks for.
 
-    runs/STUDY/
-      ARM-seed-000/            an ordinary run
-      cells/ARM-seed-000.toml  the settings it is played with; .log, what it said; .json, its last document;
-                               .failed, why it failed last
-      study.json  study.html   the results
-
-Invariant: what is true of a cell is read from its run, never from what the study remembers; only the reason of a
-failure is kept beside it.
+It is read from the document itself: somebody may have evaluated the run by hand since, or changed the study's file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import orjson
+
+from pvg.config.experiment import Experiment, differences
 from pvg.errors import PvgError, StateError, UsageError
-from pvg.experiment import differences
+from pvg.evaluation.opponents import default_parts
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
-from pvg.store.lock import exclusive
-from pvg.study.evaluated import lacking
+from pvg.store.run_directory import RunDirectory, exclusive
+from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, Evaluate
+
+TRAINED = "trained"  # the baseline that an evaluation trains for itself: a study gives it no other
+ATTACKED = ("found", "censored")  # attacks whose attacker's flaws are detected, or not
+
+
+def lacking(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
+    """What the evaluation of a run has not of `parts` (none: all) of these rounds with the settings of `wanted`, in one
+    line; "" where it has everything."""
+    try:
+        found = orjson.loads((run.path / EVALUATION).read_bytes())
+    except FileNotFoundError:
+        return "it is not evaluated"
+    except orjson.JSONDecodeError:
+        return "its evaluation is damaged"
+    if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
+        return "its evaluation tells no settings"
+    return _foreign(found, wanted) or _missing(found, parts or default_parts(wanted), rounds)
+
+
+def _foreign(found: Mapping[str, Any], wanted: Experiment) -> str:
+    """What the evaluation was made of, where that is something else."""
+    if found.get("config_hash") != wanted.hash():
+        return "its evaluation is of another game"
+    settings = {key: value for key, value in found["settings"].items() if value is not None}
+    changed = differences(settings, wanted.evaluate.model_dump(mode="json", exclude_none=True), "evaluate.")
+    return f"its evaluation has other settings: {'; '.join(changed)}" if changed else ""
+
+
+def _missing(found: Mapping[str, Any], asked: Sequence[str], rounds: Sequence[int]) -> str:
+    by_number = {row.get("round"): row for row in found.get("rounds", ())}
+    for number in rounds:
+        row = by_number.get(number, {})
+        if part := next((part for part in asked if row.get(part.replace("-", "_")) is None), None):
+            return f"its evaluation has no {part} of round {number}"
+        if {"exploit", "detection"} <= set(asked) and (kind := _undetected(row)):
+            return f"its evaluation has no detection of the {kind} attacker of round {number}"
+    if "tax" in asked and (found.get("baseline") or {}).get("source") != TRAINED:
+        return "its tax is measured against another baseline"
+    return ""
+
+
+def _undetected(row: Mapping[str, Any]) -> str:
+    """The kind of an attacker that detection was not asked about: it was trained later."""
+    sources = {flaws["source"] for flaws in row["detection"].get("sources", ())}
+    attacked = (attack["kind"] for attack in row["exploit"] if attack["status"] in ATTACKED)
+    return next((kind for kind in attacked if f"attack-{kind}" not in sources), "")
+
+
+# A study on disk: its folder, and how far each of its cells is.
+#
+#     runs/STUDY/
+#       ARM-seed-000/            an ordinary run
+#       cells/ARM-seed-000.toml  the settings it is played with; .log, what it said; .json, its last document;
+#                                .failed, why it failed last
+#       study.json  study.html   the results
+#
+# Invariant: what is true of a cell is read from its run, never from what the study remembers; only the reason of a
+# failure is kept beside it.
 
 # "played": the game is complete and its evaluation is not; "damaged": its files cannot be read.
 Status = Literal["new", "unfinished", "played", "complete", "damaged"]

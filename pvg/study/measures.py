@@ -1,10 +1,10 @@
-"""Measures: what a study reads from a finished run, by name. One table, one line each.
+"""What a measure says of one run: a number, or that it is larger than a number.
 
-    for measure in measures_named(["helpful_accuracy", "kl"]):
-        measure.read(facts)                # the value after each round; None where the run has none
+    Value(0.84)                        # a share
+    Value(200, censored=True)          # steps-to-exploit: not found within 200 steps
 
-A measure comes from the metrics of the run's rounds, from its steps, or from what `pvg evaluate` left behind (a path
-into a round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure by itself.
+A censored value is no number and no missing value: it is known to be above `number`. So it has a place in an order and
+none in a mean.
 """
 
 from __future__ import annotations
@@ -18,14 +18,49 @@ from typing import Any, cast
 
 import orjson
 
+from pvg.config.experiment import nearest
 from pvg.errors import ConfigurationError
-from pvg.experiment import nearest
 from pvg.records import BASE_SOURCE, source_of_round
 from pvg.reporting.figures import Style, shown
 from pvg.reporting.run_summary import RunSummary, read_run
 from pvg.store.run_directory import RunDirectory
-from pvg.study.values import Value
 from pvg.telemetry.catalogue import METRICS
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """`censored`: known only to be above `number`."""
+
+    number: float
+    censored: bool = False
+
+
+def numbers(values: Sequence[Value]) -> list[float]:
+    """The numbers of values that are all known. Raises ValueError where one is censored."""
+    if any(value.censored for value in values):
+        raise ValueError("a censored value is no number")
+    return [value.number for value in values]
+
+
+def capped(values: Sequence[Value], cap: float | None) -> list[float]:
+    """Numbers that have the order of the values: whatever is not known to be below `cap` is a tie at `cap`."""
+    if cap is None:
+        return numbers(values)
+    return [cap if value.censored else min(value.number, cap) for value in values]
+
+
+def cap_of(values: Sequence[Value]) -> float | None:
+    """The number up to which all the values can be ordered: the least at which one is censored; None: none is."""
+    return min((value.number for value in values if value.censored), default=None)
+
+
+# Measures: what a study reads from a finished run, by name. One table, one line each.
+#
+#     for measure in measures_named(["helpful_accuracy", "kl"]):
+#         measure.read(facts)                # the value after each round; None where the run has none
+#
+# A measure comes from the metrics of the run's rounds, from its steps, or from what `pvg evaluate` left behind (a
+# path into a round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure by itself.
 
 EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
 BEST_OF = 4  # the n of best-of-n

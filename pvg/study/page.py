@@ -15,7 +15,7 @@ from pvg.reporting.page.markup import Html, Piece, join, span, table, tag
 from pvg.reporting.page.run_page import footer
 from pvg.reporting.page.several_page import COLOURS, DASHES
 from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
-from pvg.study.words import (
+from pvg.study.text import (
     cautions,
     comparison_cells,
     middle_text,

@@ -25,9 +25,9 @@ from typing import Literal, Protocol
 
 import orjson
 
+from pvg.config.experiment import leaves
 from pvg.errors import StateError
-from pvg.experiment import leaves
-from pvg.store.lock import exclusive
+from pvg.store.run_directory import exclusive
 from pvg.study import child
 from pvg.study.cells import (
     Standing,

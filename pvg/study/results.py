@@ -21,14 +21,13 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pvg.bench.environment import cpu_model
+from pvg.bench.report import cpu_model
 from pvg.errors import MissingRequirementError, PvgError, UsageError
 from pvg.store.atomic import write_output
 from pvg.study.cells import Standing, StudyFolder, standing
-from pvg.study.measures import Measure, RunFacts, read_facts
+from pvg.study.measures import Measure, RunFacts, Value, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.statistics import Comparison, Summary, Trend, compare, holm, summarise, trend
-from pvg.study.values import Value
 from pvg.telemetry.core_waits import usable_cores
 from pvg.version import code_version
 

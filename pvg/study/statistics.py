@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.bench.statistics import student_quantile
-from pvg.study.values import Value, cap_of, capped, numbers
+from pvg.study.measures import Value, cap_of, capped, numbers
 
 CONFIDENCE = 0.95
 LEVEL = 0.05

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from pvg.config.sections import CustomTask
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
 from pvg.records import Grade, Problem, Split
-from pvg.sections import CustomTask
 from pvg.tasks.task import Task
 
 KEY = "task.source"

@@ -18,10 +18,10 @@ from pathlib import Path
 import orjson
 
 from pvg import hub
+from pvg.config.sections import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
-from pvg.sections import Gsm8kTask
 from pvg.tasks.answers import extract, parse_number, read
 
 SHORT_ID = 8

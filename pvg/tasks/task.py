@@ -1,14 +1,15 @@
 """The `Task` protocol: where problems come from and how completions are graded.
 
-A new task is one file with such a class, its section in pvg.experiment and a line in the table of `pvg.tasks`.
+A new task is one file with such a class, its section in pvg.config.experiment and a line in the table of `pvg.tasks`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from pvg.records import Grade, Problem, Split
+from pvg.records import Grade, Half, Problem, Split
 
 
 class Task(Protocol):
@@ -71,3 +72,20 @@ class Stepwise(Protocol):
     def steps(self, completion: str) -> list[tuple[int, int]]:
         """Where each step begins and ends in the text, in order: none empty, none over another. Never raises."""
         ...
+
+
+# The two halves of the training problems: one for the prover's RL, one for the verifier's data.
+#
+# Invariant: no problem is in both (invariant 4). The half follows from the id alone, so it stays the same when
+# problems are added, reordered or read on another machine.
+
+
+def half_of(problem_id: str) -> Half:
+    """The half of a problem: the lowest bit of the first byte of sha256(id), about 50/50."""
+    bit = hashlib.sha256(problem_id.encode()).digest()[0] & 1
+    return "verifier" if bit else "prover"
+
+
+def problems_of_half(task: Task, half: Half) -> list[Problem]:
+    """The training problems of `half`, in the task's order."""
+    return [problem for problem in task.problems("train") if half_of(problem.id) == half]

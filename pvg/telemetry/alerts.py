@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pvg.sections import Telemetry
+from pvg.config.sections import Telemetry
 
 EMA_DECAY = 0.8  # about the last five batches: one odd batch raises no alert
 GOODHART_RISE = 0.15  # fooled rate up by this much over its lowest EMA, while the score gap has closed

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pvg.sections import Telemetry
+from pvg.config.sections import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime, CoreWaits, crowding
 from pvg.telemetry.device import DeviceSampler
+from pvg.telemetry.event_loop import Heartbeat, LagWindow, LoopLagMonitor, warnings
 from pvg.telemetry.events import format_event
-from pvg.telemetry.loop_lag import Heartbeat, LagWindow, LoopLagMonitor, warnings
 from pvg.telemetry.sinks import (
     AlertCommand,
     AlertPoint,

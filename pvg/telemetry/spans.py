@@ -34,7 +34,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
 
 UNACCOUNTED = "unaccounted"
 DRIVER = "driver"
@@ -408,3 +411,36 @@ def _task() -> asyncio.Task[Any] | None:
 
 def _track_name() -> str:
     return "loop" if _task() is not None else threading.current_thread().name
+
+
+# `CudaClock`: marks on a CUDA stream, for spans with `device=True`. Importing this loads no torch.
+
+
+class CudaClock:
+    """A `DeviceClock` on the current stream of the calling thread. Reading it never waits for the device."""
+
+    def mark(self) -> Event:
+        import torch
+
+        event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_s(self, start: Event, end: Event) -> float | None:
+        if not end.query():  # type: ignore[no-untyped-call]
+            return None
+        return float(start.elapsed_time(end)) / 1e3
+
+
+# The parts of a step's time that are the trainer's work. A run's `trainer_idle` is the share of all other time.
+#
+# Only the `pipeline` profile can count this work at its synchronous cost, because it also plays the steps
+# synchronously.
+
+# Parts of a budget. The reference's log-probs, and those computed again, are work that the trainer asked for.
+TRAINING_PARTS = ("reference", "recompute", "pack", "forward_backward", "optimizer")
+
+
+def trained_seconds(budget: Mapping[str, float]) -> float:
+    """Seconds of a budget in which the trainer worked; parts that are not there count as none."""
+    return sum(budget.get(part, 0.0) for part in TRAINING_PARTS)

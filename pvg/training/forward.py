@@ -1,14 +1,8 @@
-"""A policy's log-probs of a batch's completions: which rows go through the model together, and how.
-
-The loss and the passes without a gradient (reference, recomputed) compute alike, so that equal weights give equal
-numbers: ratios of 1, a KL of 0.
-
-Where prompts are shared, rows of the same tokens are computed once, forward and backward. A policy of low entropy often
-writes the same solution several times in a group: in the embedded game nearly half of a batch repeats another row.
-"""
+"""Micro-batches of like size: as few as a token budget allows, and no tiny one left over at the end."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg import sections
+from pvg.config import sections
+from pvg.models.blocked_layers import in_blocks
 from pvg.models.logprobs import (
     DEFAULT_LOGITS_CHUNK,
     CompletionOutputs,
@@ -28,11 +23,52 @@ from pvg.models.logprobs import (
 )
 from pvg.models.packing import distinct_prompts, distinct_rows, shared_prompt_batches
 from pvg.models.padding import pad_right, token_budget_batches
-from pvg.models.products import in_blocks
 from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
-from pvg.training.balancing import balanced_batches
+from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
+from pvg.training.optimizer import autocast
+
+Rows = NDArray[np.int64]
+# Budgets that are looked at between the smallest one and the full one.
+STEPS = 16
+
+
+def balanced_batches(
+    split: Callable[[int], list[Rows]], positions: Callable[[Rows], int], budget: int, smallest: int
+) -> list[Rows]:
+    """As many batches as `split(budget)` has, of the smallest budget that makes no more of them, nor more positions in
+    all. (Evenly cut rows of mixed length may hold more padding; then budgets between the two are tried.)
+
+    `split` goes through rows in an order of its own and fills one batch after the other, so that a larger budget never
+    makes more batches; `positions` of a batch, padding included; `smallest`: a budget that each row keeps within alone.
+    """
+    full = split(budget)
+    if len(full) < 2:
+        return full
+    low, high = smallest, budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(split(middle)) > len(full):
+            low = middle + 1
+        else:
+            high = middle
+    most = sum(positions(rows) for rows in full)
+    for step in range(STEPS):
+        found = split(low + (budget - low) * step // STEPS)
+        if sum(positions(rows) for rows in found) <= most:
+            return found
+    return full
+
+
+# A policy's log-probs of a batch's completions: which rows go through the model together, and how.
+#
+# The loss and the passes without a gradient (reference, recomputed) compute alike, so that equal weights give equal
+# numbers: ratios of 1, a KL of 0.
+#
+# Where prompts are shared, rows of the same tokens are computed once, forward and backward. A policy of low entropy
+# often writes the same solution several times in a group: in the embedded game nearly half of a batch repeats another
+# row.
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +246,24 @@ def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
     for number, row in enumerate(rows):
         experts_BLMK[number, : len(row)] = row
     return torch.from_numpy(experts_BLMK).flatten(0, 1)
+
+
+# Log-probs of a batch's completions by a second forward pass: for the reference policy of the KL, and for
+# `rollout.logprobs = "recomputed"`, where the trainer's own numbers stand in for the sampler's.
+
+
+def recompute_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> list[Float32]:
+    """Log-probs, in nats, of each row's completion tokens under `module`: float32 [C] per row, in the batch's order.
+
+    No gradients. Blocks: call it in the executor that the trainer uses. Raises ConfigurationError when a row is longer
+    than the token budget.
+    """
+    device = next(module.parameters()).device
+    found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
+    with torch.no_grad(), autocast(settings.precision, device):
+        for rows in forward_batches(batch, np.arange(len(batch)), settings):
+            part = batch.select(rows)
+            flat = batch_logprobs(module, part, settings).cpu().numpy()[part.completion_mask()]
+            for row, values in zip(rows, np.split(flat, np.cumsum(part.completion_lengths_N)[:-1]), strict=True):
+                found[row] = values
+    return found

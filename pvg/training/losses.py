@@ -1,54 +1,116 @@
-"""Policy losses: a per-token objective, and an aggregation written as row weights.
+"""Importance weights: rollouts were sampled by mu, and are trained on as if by pi_start, the policy at batch start.
 
-    loss = sum over rows n of  w_n  sum over completion tokens t of  (-rho_nt objective_nt + beta kl_nt - c entropy_nt)
+mu is not pi_start where the rollout is stale, and never quite where a server's arithmetic is not the trainer's. The
+weight rho = pi_start / mu of a token corrects for it. Its variance has no bound, so it is
 
-Invariant: the row weights depend on the whole batch and are fixed by `PolicyObjective.prepare` before it is split, so
-the losses and gradients of any set of micro-batches add up to those of the unsplit batch.
+- `truncated`: min(rho, high) (truncated importance sampling; Ionides 2008; for samplers apart from the trainer Yao et
+  al. 2025, and AReaL, arXiv 2505.24298, for stale rollouts), or
+- `masked`: rho where low <= rho <= high, else 0 (IcePop, Ring-1T, arXiv 2510.18855).
 
-Formulas: the table of docs/learning.md; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to
-[1 - low, 1 + high].
+Levels: rho is of a token, or of the whole sequence and the same on all of its tokens: the product of its tokens' rho,
+without bias and of a variance that grows with length, or the geometric mean of them, which does not grow.
 
-Rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL,
-arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with rho_t, what
-pvg.training.importance makes of pi_start / pi_sampled, detached. Where pi_start is pi_sampled, that is the plain loss.
-It is so of the stale rows alone (training.off_policy = "decoupled"), or of all of them (training.importance).
-
-beta and c, the coefficients of the KL and of the entropy, may follow what the steps measure (pvg.training.control).
+Invariants: weights are detached. A token that is masked out stays in every denominator: row weights are made of
+lengths before, so that masking takes gradient away and never makes the rest count for more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg import sections
+from pvg.config import sections
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import is_reference, resolve
 from pvg.models.logprobs import CompletionOutputs
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
-from pvg.training.control import Control
 from pvg.training.credit import Credit, normalised
-from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches
-from pvg.training.importance import (
-    RATIOS,
-    Kind,
-    Ratio,
-    geometric_ratio,
-    importance_metrics,
-    importance_weights,
-    token_ratio,
-)
-from pvg.training.kl import k3, kl_penalty
+from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches, recompute_logprobs
 from pvg.training.memory import MicroBatchMemory, Size
-from pvg.training.recompute import recompute_logprobs
+from pvg.training.penalties import Control, k3, kl_penalty
+
+Kind = Literal["none", "truncated", "masked"]
+Level = Literal["token", "sequence", "geometric"]
+Ratio = Callable[[Tensor, Tensor], Tensor]
+
+LARGEST_LOG = 20.0  # of a sequence's product: e^20 is far over any bound, and a float32 still
+
+
+def token_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """pi_start / mu of each token."""
+    return log_ratios_BL.exp()
+
+
+def geometric_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """exp(mean_t log ratio) on every token: the ratio of losses whose action is the sequence."""
+    counts_B1 = mask_BL.sum(dim=1, keepdim=True).clamp(min=1)
+    return (log_ratios_BL.sum(dim=1, keepdim=True) / counts_B1).exp().expand_as(log_ratios_BL)
+
+
+def sequence_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """exp(sum_t log ratio) on every token, between e^-20 and e^20."""
+    sums_B1 = log_ratios_BL.sum(dim=1, keepdim=True)
+    return sums_B1.clamp(-LARGEST_LOG, LARGEST_LOG).exp().expand_as(log_ratios_BL)
+
+
+RATIOS: dict[Level, Ratio] = {"token": token_ratio, "sequence": sequence_ratio, "geometric": geometric_ratio}
+
+
+def importance_weights(ratios: Tensor, kind: Kind, low: float, high: float) -> Tensor:
+    """Elementwise, what the objective is multiplied with, of raw `ratios`. `low` counts for masks alone."""
+    if kind == "none":
+        return torch.ones_like(ratios)
+    if kind == "truncated":
+        return ratios.clamp(max=high)
+    return torch.where(outside(ratios, kind, low, high), torch.zeros_like(ratios), ratios)
+
+
+def outside(ratios: Tensor, kind: Kind, low: float, high: float) -> Tensor:
+    """Elementwise, whether the weight is not the ratio."""
+    if kind == "none":
+        return torch.zeros_like(ratios, dtype=torch.bool)
+    return ratios > high if kind == "truncated" else (ratios < low) | (ratios > high)
+
+
+@torch.no_grad()
+def importance_metrics(ratios_N: Tensor, kind: Kind, low: float, high: float) -> Metrics:
+    """Over completion tokens: start_ratio_mean and start_ratio_max (raw, before any bound; 1 for rows that were not
+    asked about), start_outside (share that is truncated or masked)."""
+    metrics = Metrics()
+    if not ratios_N.numel():
+        return metrics
+    cut_N = outside(ratios_N, kind, low, high)
+    total, most, cut = torch.stack([ratios_N.sum(), ratios_N.max(), cut_N.sum()]).double().tolist()
+    metrics.add_mean("start_ratio_mean", total, ratios_N.numel())
+    metrics.add_max("start_ratio_max", most)
+    metrics.add_mean("start_outside", cut, ratios_N.numel())
+    return metrics
+
+
+# Policy losses: a per-token objective, and an aggregation written as row weights.
+#
+#     loss = sum over rows n of  w_n  sum over completion tokens t of  (-rho_nt objective_nt + beta kl_nt - c entropy_nt
+#
+# Invariant: the row weights depend on the whole batch and are fixed by `PolicyObjective.prepare` before it is split,
+# so the losses and gradients of any set of micro-batches add up to those of the unsplit batch.
+#
+# Formulas: the table of docs/learning.md; r_t = pi / pi_sampled of token t, A the row's advantage. Clips are to [1 -
+# low, 1 + high].
+#
+# Rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL,
+# arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with rho_t, what
+# pvg.training.losses makes of pi_start / pi_sampled, detached. Where pi_start is pi_sampled, that is the plain
+# loss. It is so of the stale rows alone (training.off_policy = "decoupled"), or of all of them (training.importance).
+#
+# beta and c, the coefficients of the KL and of the entropy, may follow what the steps measure (pvg.training.penalties).
 
 BYTES_PER_MB = 1_000_000
 

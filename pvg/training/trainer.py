@@ -33,12 +33,12 @@ from pvg.training.memory import Meter, MicroBatchMemory, Size, Unmeasured
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
+    autocast,
     build_optimizer,
     load_optimizer_tensors,
     optimizer_tensors,
     trainable_parameters,
 )
-from pvg.training.precision import autocast
 
 __all__ = ["Objective", "OptimizerSettings", "StepReport", "Trainer", "checkpoint_layers"]
 

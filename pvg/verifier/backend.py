@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pvg.models.padding import Rectangle, batches, rectangle
 from pvg.records import Float32, Int32
 from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.cache import ScoreCache, ScoreKey
 from pvg.verifier.protocol import Judge
-from pvg.verifier.rectangle import Rectangle, batches, rectangle
 
 
 @dataclass(frozen=True, slots=True, eq=False)

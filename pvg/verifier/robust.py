@@ -1,26 +1,32 @@
-"""Verifier losses that ask to be as good in every environment: V-REx, IRMv1, group DRO, and balanced environments.
+"""Penalties that ask of a verifier to be as good in every environment (a round, a source): V-REx and IRMv1.
 
-A pair's environment is its source: who wrote its two solutions, the base prover or the prover of an earlier round.
-With R_e the mean loss over the batch's pairs of environment e, and E the environments that are there:
+Pure functions of what a batch's M pairs gave and of the environment each belongs to: one scatter-add (index_add) of the
+values and one of their weights, no loop over environments. Environments without a pair in the batch are left out.
 
-    balanced     mean_e R_e
-    vrex         mean_e R_e + s Var_e(R_e)                               arXiv 2003.00688
-    irm          mean_e R_e + s mean_e g_e^2  (g_e: pvg/verifier/penalties.py)            arXiv 1907.02893
-    group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum             arXiv 1911.08731, algorithm 1
+    R_e = sum of w_m l_m / sum of w_m over the pairs m of environment e         (w: a batch's pair weights, or 1)
 
-s is `verifier.robust_strength`; the penalties of vrex and irm grow to it over the first `verifier.robust_warmup` steps,
-for a verifier that knows nothing yet is equally bad everywhere. V-REx weighs an environment (1 + 2 s (R_e - mean)) / E,
-which is negative where its risk lies far below the mean: it would then learn to be worse there. Such weights are
-clamped at 0, unless `verifier.robust_clamp` is false.
+    V-REx   Var_e(R_e), over the E environments that are there (divided by E)              arXiv 2003.00688
+    IRMv1   mean_e g_e^2,  g_e = d R_e(a V) / d a  at a = 1                                arXiv 1907.02893
 
-Each of these has the gradient of a sum over pairs, with weights that depend on the whole batch: on how many pairs an
-environment has, on its losses, for irm on its slopes. `survey` finds them in a pass without gradient, so that the
-micro-batches' gradients add up to those of the unsplit batch.
+The dummy multiplier a scales the *scores*. With the losses' derivatives worked out, g_e is a mean over pairs like R_e:
+
+    bradley_terry    d l(aV)/da = -sigmoid(-d) d,  d = V_c - V_i
+    cross_entropy    d l(aV)/da = (-sigmoid(-V_c) V_c + sigmoid(V_i) V_i) / 2
+
+Micro-batches: neither penalty is a sum over pairs, but the gradient of each is that of a weighted sum whose weights are
+constants of the whole batch. So two passes are exact. The first, without a gradient, gathers R_e or g_e of the whole
+batch (totals and weights add up over micro-batches); the second trains on sum_m weight_m value_m, any way it is cut:
+
+    d Var_e(R_e)   = sum_m  w_m / W_e  2 (R_e - mean_e R_e) / E   d l_m                     (`vrex_weights`)
+    d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)
+
+W_e is the sum of w over the pairs of e. First derivatives only: V-REx takes the mean as a constant, whose gradient
+cancels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +34,122 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg import sections
+from pvg.config import sections
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
-from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
-from pvg.verifier.penalties import environment_means, irm_v1, irm_weights, slopes_of, vrex, vrex_weights
+
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def bradley_terry_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+    """d l(a V_c, a V_i) / d a at a = 1 of each pair's Bradley-Terry loss: float32 [M], differentiable."""
+    gaps_M = correct_M - incorrect_M
+    return -torch.sigmoid(-gaps_M) * gaps_M
+
+
+def cross_entropy_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+    """The same of each pair's mean binary cross-entropy."""
+    return 0.5 * (torch.sigmoid(incorrect_M) * incorrect_M - torch.sigmoid(-correct_M) * correct_M)
+
+
+# By the names of pvg.verifier.losses.LOSSES.
+SLOPES: dict[str, PairLoss] = {
+    "bradley_terry": bradley_terry_slopes,
+    "cross_entropy": cross_entropy_slopes,
+}
+
+
+def slopes_of(name: str, loss: PairLoss) -> PairLoss:
+    """d l(a V_c, a V_i) / d a at a = 1: by the table where the loss is pvg's own, else (dl/dV_c) V_c + (dl/dV_i) V_i
+    with the loss differentiated by autograd."""
+    if name in SLOPES:
+        return SLOPES[name]
+
+    def slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
+        with torch.enable_grad():  # a survey has no gradient of its own
+            scores = [s if s.requires_grad else s.detach().requires_grad_() for s in (correct_M, incorrect_M)]
+            # A pair's loss depends on its own two scores alone, so the gradient of the sum is that of each.
+            gradients = torch.autograd.grad(loss(*scores).sum(), scores, create_graph=True)
+            slopes_M = gradients[0] * scores[0] + gradients[1] * scores[1]
+        return slopes_M if torch.is_grad_enabled() else slopes_M.detach()
+
+    return slopes
+
+
+def environment_means(
+    values_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(means_E, totals_E): each environment's weighted mean of `values_M` (0 where it has no pair) and the sum of its
+    weights. `environments_M` int64 in 0..environments-1; `weights_M` not negative, None: all 1. Differentiable in the
+    values."""
+    if weights_M is None:
+        totals_E = torch.bincount(environments_M, minlength=environments).to(values_M.dtype)
+    else:
+        totals_E = values_M.new_zeros(environments).index_add(0, environments_M, weights_M)
+        values_M = values_M * weights_M
+    sums_E = values_M.new_zeros(environments).index_add(0, environments_M, values_M)
+    return sums_E / totals_E.clamp_min(torch.finfo(totals_E.dtype).tiny), totals_E
+
+
+def vrex(losses_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
+    """V-REx's Var_e(R_e): a scalar, differentiable in the losses; 0 where there are less than two environments."""
+    means_E, totals_E = environment_means(losses_M, environments_M, environments, weights_M)
+    there_E = _there(totals_E)
+    mean = torch.dot(there_E, means_E.detach())  # its own gradient cancels: the deviations from it sum to 0
+    return torch.dot(there_E, (means_E - mean).square())
+
+
+def irm_v1(slopes_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
+    """IRMv1's mean_e g_e^2: a scalar, differentiable in the slopes (see SLOPES), and through them in the scores."""
+    means_E, totals_E = environment_means(slopes_M, environments_M, environments, weights_M)
+    return torch.dot(_there(totals_E), means_E.square())
+
+
+def vrex_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
+    """By environment, what multiplies w_m l_m in the second pass (see the module): float32 [E], without a gradient.
+
+    `means_E` and `totals_E` are `environment_means` of the whole batch's losses.
+    """
+    return 2.0 * _per_weight(means_E - torch.dot(_there(totals_E), means_E), totals_E)
+
+
+def irm_weights(means_E: Tensor, totals_E: Tensor) -> Tensor:
+    """The same for IRMv1, of the whole batch's slopes."""
+    return 2.0 * _per_weight(means_E, totals_E)
+
+
+def _there(totals_E: Tensor) -> Tensor:
+    """1 / (number of environments that have pairs) for those [E], 0 for the others."""
+    there_E = totals_E.sign()
+    return there_E / there_E.sum().clamp_min(1.0)
+
+
+def _per_weight(values_E: Tensor, totals_E: Tensor) -> Tensor:
+    """values / (E W_e), 0 for environments without pairs."""
+    tiny = torch.finfo(totals_E.dtype).tiny
+    return (_there(totals_E) * values_E / totals_E.clamp_min(tiny)).detach()
+
+
+# Verifier losses that ask to be as good in every environment: V-REx, IRMv1, group DRO, and balanced environments.
+#
+# A pair's environment is its source: who wrote its two solutions, the base prover or the prover of an earlier round.
+# With R_e the mean loss over the batch's pairs of environment e, and E the environments that are there:
+#
+#     balanced     mean_e R_e
+#     vrex         mean_e R_e + s Var_e(R_e)                               arXiv 2003.00688
+#     irm          mean_e R_e + s mean_e g_e^2  (g_e: pvg/verifier/robust.py)            arXiv 1907.02893
+#     group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum             arXiv 1911.08731, algorithm 1
+#
+# s is `verifier.robust_strength`; the penalties of vrex and irm grow to it over the first `verifier.robust_warmup`
+# steps, for a verifier that knows nothing yet is equally bad everywhere. V-REx weighs an environment (1 + 2 s (R_e -
+# mean)) / E, which is negative where its risk lies far below the mean: it would then learn to be worse there. Such
+# weights are clamped at 0, unless `verifier.robust_clamp` is false.
+#
+# Each of these has the gradient of a sum over pairs, with weights that depend on the whole batch: on how many pairs
+# an environment has, on its losses, for irm on its slopes. `survey` finds them in a pass without gradient, so that
+# the micro-batches' gradients add up to those of the unsplit batch.
 
 
 class RobustObjective(PairObjective):

@@ -1,6 +1,6 @@
 """`ScoreServers`: several vLLM servers with one model, asked for what it says of solutions.
 
-Which server lives, and which gets the next request, is the business of `pvg.serving.fleet`.
+Which server lives, and which gets the next request, is the business of `pvg.servers.fleet`.
 
 Invariant 2, the servers' part: an answer is returned only if its server had the wanted weights. A reply that tells its
 weights is believed; and when the answers are in, every server that gave one is asked for its boot and its label. These
@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pvg.config.sections import Serving
 from pvg.errors import ConfigurationError, ServerUnavailableError
 from pvg.records import Float32
-from pvg.sections import Serving
-from pvg.serving.control import ControlClient, ServerInfo, check_shape
-from pvg.serving.fleet import Fleet, Server, StaleWeights
-from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
+from pvg.servers.control import ControlClient, ServerInfo, check_shape
+from pvg.servers.fleet import Fleet, Server, StaleWeights
+from pvg.servers.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.verifier.backend import ScoreInput
 from pvg.verifier.served_heads import ServedHead

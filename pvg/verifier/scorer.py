@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.models.padding import WIDTH, padded_width
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
 from pvg.verifier.protocol import Judge, Scorer
-from pvg.verifier.rectangle import WIDTH, padded_width
 from pvg.verifier.template import VerifierTemplate
 
 

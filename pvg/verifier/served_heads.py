@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pvg.config.sections import Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
 from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
-from pvg.sections import Verifier
-from pvg.serving.labels import salt
-from pvg.serving.pool import Malformed
+from pvg.servers.labels import salt
+from pvg.servers.pool import Malformed
 from pvg.verifier.backend import ScoreInput
 
 CLASSIFY = "/classify"

@@ -28,28 +28,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pvg.config.experiment import Experiment
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
-from pvg.experiment import Experiment
 from pvg.models.heads import VerifierModel
+from pvg.models.padding import batches, rectangle
 from pvg.records import Float32
-from pvg.serving.control import ControlClient, Delivery
-from pvg.serving.fleet import Server
-from pvg.serving.keys import control_key
-from pvg.serving.labels import Label, Session
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import HttpPool, Refused, ServerFault
+from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.fleet import Server
+from pvg.servers.keys import control_key
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import ConnectionLimits, HttpPool, Refused, ServerFault
+from pvg.servers.transports.files import FilesystemTransport
+from pvg.servers.transports.transport import Transport
+from pvg.servers.transports.versions import VersionFolders, torch_dtype
+from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.backend import Done, ScoreInput
 from pvg.verifier.cache import ScoreCache, ScoreKey
-from pvg.verifier.rectangle import batches, rectangle
 from pvg.verifier.score_servers import CONCURRENCY, Answers, ScoreServers, together
 from pvg.verifier.served_heads import ServedImplicit, served_head
-from pvg.weights.transports.files import FilesystemTransport
-from pvg.weights.transports.tensor_file import torch_dtype
-from pvg.weights.transports.transport import Transport
-from pvg.weights.transports.versions import VersionFolders
-from pvg.weights.update import SyncTiming, WeightUpdate
 
 T = TypeVar("T")
 Claim = tuple[object, int]  # a scorer's backend, and how often its weights changed

@@ -10,7 +10,7 @@ from typing import Any
 from pvg.bench.profile import load_profile
 from pvg.bench.workload import Workload
 from pvg.bench.workloads import WORKLOADS
-from pvg.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.game.run import play
 from pvg.records import Rollout
 from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo

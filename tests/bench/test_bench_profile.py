@@ -9,8 +9,8 @@ from tiny_workload import PROFILE, Settings, write_profile
 
 from pvg.bench.profile import known_profiles, load_profile, read_profile, workload_settings
 from pvg.bench.workloads import WORKLOADS
+from pvg.config.experiment import find_experiment, load_experiment, shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
-from pvg.experiment import find_experiment, load_experiment, shipped_directories
 
 
 @pytest.fixture(autouse=True)

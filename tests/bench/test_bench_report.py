@@ -18,9 +18,20 @@ import torch
 from pydantic import ValidationError
 from tiny_workload import TinyWorkload, write_profile
 
-from pvg.bench import machine
-from pvg.bench.environment import cpu_model, git_state, read_environment, usable_cores, version_of
-from pvg.bench.report import SCHEMA_FILE, BenchReport, json_schema, read_report, work_of, write_report
+from pvg.bench import flops as machine
+from pvg.bench.report import (
+    SCHEMA_FILE,
+    BenchReport,
+    cpu_model,
+    git_state,
+    json_schema,
+    read_environment,
+    read_report,
+    usable_cores,
+    version_of,
+    work_of,
+    write_report,
+)
 from pvg.bench.variants import plan_bench, run_plan
 from pvg.errors import MissingRequirementError, UsageError
 
@@ -162,7 +173,7 @@ def test_a_full_disk_leaves_the_old_report_whole(folder: Path) -> None:
 
 def test_the_environment_is_this_process_and_loads_no_torch() -> None:
     program = (
-        "import sys; from pvg.bench.environment import read_environment as r; e = r('asyncio');"
+        "import sys; from pvg.bench.report import read_environment as r; e = r('asyncio');"
         "print(e.model_dump_json()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -26,6 +26,7 @@ from pvg.bench import servers  # noqa: E402
 from pvg.bench.profile import load_profile  # noqa: E402
 from pvg.bench.variants import Plan, plan_bench, run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
+from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
     ConfigurationError,
     MissingRequirementError,
@@ -33,10 +34,11 @@ from pvg.errors import (  # noqa: E402
     ServerUnavailableError,
     UsageError,
 )
-from pvg.experiment import Experiment  # noqa: E402
-from pvg.serving.command import ServerSpec  # noqa: E402
-from pvg.serving.interpreter import Interpreter  # noqa: E402
-from pvg.serving.keys import KEY_VARIABLE  # noqa: E402
+from pvg.servers.command import (  # noqa: E402
+    Interpreter,
+    ServerSpec,
+)
+from pvg.servers.keys import KEY_VARIABLE  # noqa: E402
 
 KEY = "the-key-of-the-benchmarks"
 URL = "http://127.0.0.1:9"

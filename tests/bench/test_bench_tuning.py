@@ -13,8 +13,8 @@ from tiny_workload import PROFILE, TinyWorkload, write_profile
 from pvg.bench.profile import Tune
 from pvg.bench.report import BenchReport, Samples
 from pvg.bench.tuning import choose, tune
+from pvg.config.experiment import find_experiment, load_experiment
 from pvg.errors import PvgError, UsageError
-from pvg.experiment import find_experiment, load_experiment
 
 ENTRY = Tune(key="rollout.max_rows", values=(8, 16, 32))
 TUNED = f"""{PROFILE}

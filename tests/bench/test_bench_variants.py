@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from tiny_workload import PROFILE, TinyWorkload, write_profile
 
-from pvg.bench.gains import better_by, gains
+from pvg.bench.compare import better_by, gains
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import Samples
 from pvg.bench.variants import Plan, common_work, plan_bench, run_plan
 from pvg.bench.workload import Workload
+from pvg.config.experiment import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
-from pvg.experiment import shipped_directories
 from pvg.store.run_directory import RunDirectory
 
 

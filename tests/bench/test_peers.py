@@ -17,8 +17,8 @@ from made_reports import higher, lower, made_report, variant
 
 from pvg.bench.runner import Trial, run_trials
 from pvg.bench.workload import Measure
+from pvg.config.sections import ModchainTask
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.sections import ModchainTask
 from pvg.tasks.modchain import Modchain, chain_problem
 
 ROOT = Path(__file__).parents[2]

@@ -18,10 +18,9 @@ import pytest
 from profiled_work import ProfiledWork, spin_here
 
 from pvg.bench.profiling import passes
-from pvg.bench.profiling.frames import Frame, read_speedscope, shortened
+from pvg.bench.profiling.passes import stage_of, stage_settings
 from pvg.bench.profiling.profile import Profiled, profile_stage
-from pvg.bench.profiling.py_spy import PySpyError, explained, find_py_spy, sampling
-from pvg.bench.profiling.stages import stage_of, stage_settings
+from pvg.bench.profiling.py_spy import Frame, PySpyError, explained, find_py_spy, read_speedscope, sampling, shortened
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, UsageError
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))

@@ -18,8 +18,8 @@ from pvg.bench.workload import Workload
 from pvg.bench.workloads import data, data_game
 from pvg.bench.workloads.data_child import EagerLoader, Order, StreamLoader, memory_of
 from pvg.bench.workloads.data_store import StoreShape, write_pairs, write_store
+from pvg.config.experiment import load_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import load_experiment
 from pvg.game.states import GameState, Phase
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore

@@ -17,14 +17,13 @@ from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.pipeline import Play
+from pvg.bench.workloads.pipeline import ChildEngine, Play
 from pvg.bench.workloads.pipeline_child import drawn_time
-from pvg.bench.workloads.pipeline_engine import ChildEngine
+from pvg.config.experiment import build_experiment
 from pvg.errors import ConfigurationError, StateError
-from pvg.experiment import build_experiment
 from pvg.records import VersionSpan
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.weights import WeightUpdate
+from pvg.servers.update import WeightUpdate
 
 TINY = (
     "workload.steps=2",

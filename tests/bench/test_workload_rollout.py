@@ -9,8 +9,8 @@ from bench_runs import played, prover_rollouts, small_experiment, use
 from pvg.bench.profile import load_profile
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
-from pvg.experiment import Experiment
 from pvg.store import DamagedFileError, RunDirectory
 
 FEW = ["workload.rollouts=24", "rollout.group_size=4"]

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from pvg.bench.flops import ModelSize
-from pvg.bench.memory import PeakMemory
 from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.variants import run_plan
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.scaling import COMPUTED, PARTS, REST, decode_reads, step_work
+from pvg.bench.workloads.scaling import COMPUTED, PARTS, REST, PeakMemory, decode_reads, step_work
+from pvg.config.experiment import build_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import build_experiment
 from pvg.telemetry.spans import Tracer
 
 SMALL = ["rollout.group_size=4", "models.threads=1", "workload.width=32", "workload.layers=1", "warmup=0", "repeats=1"]

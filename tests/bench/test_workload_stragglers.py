@@ -13,10 +13,9 @@ from pvg.bench.planning import plan_bench
 from pvg.bench.profile import load_profile
 from pvg.bench.runner import run_variant
 from pvg.bench.workloads import stragglers
-from pvg.bench.workloads.stragglers import Stragglers
-from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine, drawn_lengths
+from pvg.bench.workloads.stragglers import HeavyTailedEngine, Stragglers, drawn_lengths
+from pvg.config.experiment import build_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import build_experiment
 from pvg.rollout.engine import GenerationRequest, Sampling
 
 TINY = (

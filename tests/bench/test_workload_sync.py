@@ -18,8 +18,8 @@ from pvg.bench.workloads.sync import SyncWorkload
 from pvg.bench.workloads.sync_load import Streams, Update
 from pvg.errors import ConfigurationError
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
-from pvg.weights import SyncTiming, WeightUpdate
-from pvg.weights.publisher import Publisher
+from pvg.servers.publisher import Publisher
+from pvg.servers.update import SyncTiming, WeightUpdate
 
 PROFILE = "profiles/sync.toml"
 TINY = (

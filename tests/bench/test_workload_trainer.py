@@ -14,9 +14,9 @@ from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.fixtures import drawn_rewards, policy_batch
 from pvg.bench.workloads.replay import RecordedBatch, recorded_batches, rewards_of
 from pvg.bench.workloads.trainer import forward_flops
+from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError, StateError
 from pvg.models import open_model
-from pvg.sections import ModelSection
 from pvg.store import RunDirectory
 from pvg.training.credit import zero_signal_groups
 

@@ -16,7 +16,7 @@ import pytest
 from calling import Called, pvg
 from run_samples import begin, commit, played, state
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.run import Outcome
 from pvg.game.states import Phase

@@ -12,7 +12,7 @@ from run_samples import begin, commit, played, state, step, tell
 
 import cli.doctor
 from cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox
-from pvg.experiment import Experiment, build_experiment, load_experiment
+from pvg.config.experiment import Experiment, build_experiment, load_experiment
 from pvg.sandbox import Isolation
 
 

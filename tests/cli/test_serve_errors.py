@@ -9,8 +9,7 @@ import pytest
 from calling import pvg
 
 from cli.serve import next_commands
-from pvg.serving.command import ServerSpec
-from pvg.serving.interpreter import Interpreter
+from pvg.servers.command import Interpreter, ServerSpec
 
 
 def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
 
+from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError
-from pvg.experiment import Experiment
 from pvg.game.run import Outcome
 from pvg.store import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from kill_drill import finish, small_experiment
 from kill_drill import start as start_game
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.evaluation.report import REPORT_FILE
 from pvg.evaluation.runner import Request, evaluate
-from pvg.experiment import Experiment, build_experiment
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo

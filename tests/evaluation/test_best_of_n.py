@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.best_of_n import balanced, by_problem, curve_point, natural, pass_at, sizes
+from pvg.evaluation.measures import balanced, by_problem, curve_point, natural, pass_at, sizes
 
 
 def won(scores, correct):

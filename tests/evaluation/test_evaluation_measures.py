@@ -12,12 +12,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from store_samples import rollout
 
+from pvg.config.sections import Evaluate, Verifier
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration, separability
 from pvg.evaluation.rounds import flawed, solutions_read
 from pvg.evaluation.samples import Scored
 from pvg.records import Checks, Grade, Problem, Role
-from pvg.sections import Evaluate, Verifier
 
 PROBLEMS = [Problem(f"p{place}", "", "") for place in range(12)]
 

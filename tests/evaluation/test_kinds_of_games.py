@@ -13,11 +13,10 @@ import pytest
 from evaluation_drill import evaluated_experiment
 from test_runner import changed, evaluated, played
 
-from pvg.evaluation.frozen_verifier import judged
-from pvg.evaluation.parts import PARTS
+from pvg.config.experiment import Experiment
+from pvg.evaluation.opened_run import Reading, judged
+from pvg.evaluation.opponents import PARTS
 from pvg.evaluation.runner import open_study
-from pvg.evaluation.study import Reading
-from pvg.experiment import Experiment
 from pvg.game.states import Phase
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory

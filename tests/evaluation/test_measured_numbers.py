@@ -18,15 +18,15 @@ from evaluation_drill import evaluated_experiment
 sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from store_samples import rollout
 
+from pvg.config.sections import Evaluate, ModchainTask, Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import Target, check, course_of, reference_of
 from pvg.evaluation.baseline import baseline_experiment
-from pvg.evaluation.courses import attacker_experiment
+from pvg.evaluation.measures import folds_of
+from pvg.evaluation.opponents import attacker_experiment
 from pvg.evaluation.rounds import RoundParts
 from pvg.evaluation.samples import SampleSet, Scored
-from pvg.evaluation.separability import folds_of
 from pvg.records import Checks, Float32, Grade, Problem, Role, Rollout
-from pvg.sections import Evaluate, ModchainTask, Verifier
 from pvg.tasks.modchain import Modchain, chain_problem
 
 H, S = Role.HELPFUL, Role.SNEAKY

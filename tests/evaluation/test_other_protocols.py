@@ -17,12 +17,11 @@ from evaluation_drill import evaluated_experiment
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from test_runner import changed, copy_of, evaluated, played
 
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
-from pvg.evaluation.courses import attack_kinds, check_attacks, check_protocol, default_parts
-from pvg.evaluation.parts import PARTS
+from pvg.evaluation.opened_run import Reading, committed_shards
+from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.evaluation.report import REPORT_FILE
-from pvg.evaluation.study import Reading, committed_shards
-from pvg.experiment import Experiment
 from pvg.game.challenge import Challenges
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier, verifier_weights_name

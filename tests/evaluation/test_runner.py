@@ -16,14 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import check
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
-from pvg.evaluation.courses import attacker_experiment, check_attacks
-from pvg.evaluation.notes import notes, notes_of_results
-from pvg.evaluation.parts import PARTS, parse_parts, parse_rounds
-from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, read_report, report_of, schema_text
+from pvg.evaluation.opponents import PARTS, attacker_experiment, check_attacks, parse_parts, parse_rounds
+from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, notes, notes_of_results, read_report, report_of, schema_text
 from pvg.evaluation.runner import Request, evaluate
 from pvg.evaluation.training import probe_steps
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.ledger import Ledger, check_same_code
 from pvg.game.run import play
 from pvg.reporting.page.run_page import collect, run_page

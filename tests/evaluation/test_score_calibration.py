@@ -14,11 +14,12 @@ from pvg.evaluation.calibration import (
     cross_fitted,
     ece,
     equal_mass,
+    fit,
     platt,
     reliability,
+    sigmoid,
 )
 from pvg.evaluation.intervals import draws
-from pvg.evaluation.logistic import fit, sigmoid
 
 
 def test_the_sigmoid():

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pvg.evaluation.intervals import draws
-from pvg.evaluation.localisation import chance, credit
-from pvg.evaluation.separability import FEATURES, features, folds_of, probe
+from pvg.evaluation.measures import FEATURES, chance, credit, features, folds_of, probe
 
 PROBLEMS = 24
 

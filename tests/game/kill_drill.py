@@ -32,7 +32,7 @@ from typing import Any
 
 import orjson
 
-from pvg.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.game.run import play
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
+from pvg.config.sections import ModchainTask, ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.challenge import Challenges, steps_of, tokens_of, weakest
 from pvg.models import open_model, pick_device
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Problem, Rollout
 from pvg.rollout.episodes import Observation, Transcript, completion_room
-from pvg.sections import ModchainTask, ModelSection
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.catalogue import unknown_metrics

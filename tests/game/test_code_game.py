@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tiny_programmer import programmer, save, untrained, write_problems
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import PvgError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import Outcome, play
 from pvg.records import Role, Rollout
 from pvg.store.run_directory import RunDirectory

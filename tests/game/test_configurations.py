@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from kill_drill import differences, fingerprint, small_experiment
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import Outcome, play
 from pvg.store.journal import read_json_lines
 from pvg.store.manifest import read_manifests

@@ -14,15 +14,15 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 from tiny_chat import chatting
 
+from pvg.config.experiment import Experiment
+from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment
 from pvg.game.rewards import Outcomes, rewards
 from pvg.game.roles import translation_renderer
 from pvg.game.solver import read_newest_prover
 from pvg.game.statistics import Columns, play_metrics
 from pvg.models import open_model, pick_device
 from pvg.records import Problem, Role, Rollout
-from pvg.sections import ModelSection
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.telemetry.catalogue import unknown_metrics

@@ -15,8 +15,7 @@ import pytest
 from test_configurations import changed, played, rows
 from test_prefetch import AHEAD, made_group
 
-from pvg.game.early_reference import EarlyReference
-from pvg.game.on_policy import OnPolicySource
+from pvg.game.on_policy import EarlyReference, OnPolicySource
 from pvg.records import Float32, Rollout
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.training.batch import PolicyBatch

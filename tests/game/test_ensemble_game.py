@@ -15,8 +15,8 @@ import torch
 from kill_drill import differences, fingerprint, small_experiment
 from test_stragglers import recorded
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game import verifier_phase
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier
@@ -32,7 +32,7 @@ from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import unknown_metrics
 from pvg.telemetry.observer import SilentObserver
-from pvg.verifier.measures import auc
+from pvg.verifier.calibration import auc
 
 MEMBERS = [f"round-000-verifier-member-{number}" for number in range(3)]
 
@@ -41,7 +41,7 @@ KILL_AND_RESUME = """
 import sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
-from pvg.experiment import build_experiment
+from pvg.config.experiment import build_experiment
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pvg.experiment import assign, build_experiment, find_experiment, read_toml
+from pvg.config.experiment import assign, build_experiment, find_experiment, read_toml
 from pvg.store import FileStateStore, JsonLines, RunDirectory
 
 DOCS = Path(__file__).parents[2] / "docs"

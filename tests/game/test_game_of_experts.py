@@ -14,7 +14,7 @@ from kill_drill import small_experiment
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_experts import CHOSEN, EXPERTS, LAYERS, tiny_experts
 
-from pvg.experiment import Experiment, build_experiment
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.game.run import Outcome, play
 from pvg.models.characters import modchain_tokenizer
 from pvg.records import Grade

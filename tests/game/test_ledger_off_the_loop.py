@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError
-from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.states import Phase
 from pvg.records import BASE_SOURCE, Grade, Role, Rollout, Timing, VersionSpan

@@ -14,8 +14,8 @@ import pytest
 import torch
 from test_ledger_off_the_loop import rollout
 
+from pvg.config.experiment import Experiment
 from pvg.errors import StateError
-from pvg.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.states import Phase
 from pvg.store.run_directory import RunDirectory

@@ -12,16 +12,16 @@ import pytest
 import torch
 from kill_drill import differences, fingerprint, small_experiment
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.players import Players
 from pvg.game.run import Outcome, play
 from pvg.models import open_model
+from pvg.servers.update import Adapter
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
-from pvg.weights import Adapter
 
 RANK = 4
 
@@ -30,7 +30,7 @@ KILL_AND_RESUME = """
 import random, sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
-from pvg.experiment import build_experiment
+from pvg.config.experiment import build_experiment
 
 experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
 print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))

@@ -15,8 +15,8 @@ from kill_drill import differences, fingerprint, small_experiment
 from test_configurations import StopAt, rows
 from test_stragglers import recorded
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.players import Players
 from pvg.game.run import play
 from pvg.models import open_model

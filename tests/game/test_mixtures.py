@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pvg.config.sections import Game
 from pvg.game.mixtures import MIXTURES, apportion, source_weights, sources_for_round
-from pvg.sections import Game
 
 
 def test_sources_are_the_base_and_the_provers_of_earlier_rounds():

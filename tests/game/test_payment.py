@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pvg.experiment import Experiment
-from pvg.game.payment import pay
+from pvg.config.experiment import Experiment
+from pvg.game.rewards import pay
 from pvg.records import Grade, Role, Rollout, VersionSpan
 from pvg.tasks.modchain import Modchain
 

@@ -13,8 +13,8 @@ import orjson
 import pytest
 from kill_drill import small_experiment
 
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import StateError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.run import play
 from pvg.records import Role
 from pvg.store.manifest import read_manifests

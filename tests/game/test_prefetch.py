@@ -19,8 +19,9 @@ import pytest
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
+from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError, StateError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.players import Players
 from pvg.game.prefetch import Prefetcher, RoleQueue
 from pvg.game.roles import TAGS
@@ -30,7 +31,6 @@ from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.pipeline import Gate
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.sections import ModelSection
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
@@ -355,7 +355,7 @@ KILL_AND_RESUME = """
 import random, sys, tomllib
 from pathlib import Path
 from kill_drill import finish, kill_somewhere, start
-from pvg.experiment import build_experiment
+from pvg.config.experiment import build_experiment
 
 experiment, root = build_experiment(tomllib.loads(sys.stdin.read())), Path(sys.argv[1])
 print(kill_somewhere(*start(experiment, root, resume=False), "train_prover", random.Random(1)))

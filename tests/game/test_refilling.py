@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pvg.game.refilling import Played, refilled
+from pvg.game.dynamic_sampling import Played, refilled
 from pvg.records import Group, Problem, Role
 
 H, S = Role.HELPFUL, Role.SNEAKY

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pvg.config.sections import Game
 from pvg.game.rewards import REWARDS, Outcomes, centred_scores, rewards
-from pvg.sections import Game
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pvg.config.sections import Game
 from pvg.game.roles import assign_roles
 from pvg.game.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
 from pvg.game.stopping import StopRule
 from pvg.records import Role
-from pvg.sections import Game
 
 
 @given(st.integers(1, 64), st.floats(0, 1), st.integers(0, 99))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from kill_drill import small_experiment
 
-from pvg.experiment import build_experiment
+from pvg.config.experiment import build_experiment
 from pvg.game.ledger import Ledger
 from pvg.game.run import play
 from pvg.game.states import Phase

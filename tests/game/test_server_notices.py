@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pvg.game.server_notices import ServerNotices
-from pvg.telemetry.events import Events
+from pvg.telemetry.events import Events, ServerNotices
 
 
 class Kept(Events):

@@ -20,7 +20,7 @@ from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
-from pvg.tasks.halves import problems_of_half
+from pvg.tasks.task import problems_of_half
 from pvg.verifier.robust import RobustObjective
 from pvg.verifier.scorer import VerifierScorer
 

@@ -12,7 +12,7 @@ from pvg.game.round_evaluation import example_rows
 from pvg.game.statistics import Columns, play_metrics, sample_metrics, sampling_metrics, verifier_auc
 from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
 from pvg.rollout.engine import EngineStats
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 
 ROLLOUT = Rollout(
     id="r", problem_id="p", question="q", reference="1", role=Role.HELPFUL, round=0, source="base", step=0, group=0,

@@ -18,11 +18,11 @@ from loopback_hub import Hub
 from pyarrow import parquet
 
 from pvg import hub as pvg_hub
+from pvg.config.experiment import load_experiment
+from pvg.config.sections import Gsm8kTask
 from pvg.errors import ConfigurationError
-from pvg.experiment import load_experiment
-from pvg.sections import Gsm8kTask
-from pvg.serving.command import model_name
-from pvg.serving.models import model_folder
+from pvg.servers.command import model_name
+from pvg.servers.models import model_folder
 from pvg.store.run_directory import RunDirectory
 from pvg.study.plan import load_study
 from pvg.tasks import open_task

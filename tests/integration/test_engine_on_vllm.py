@@ -16,17 +16,16 @@ import pytest
 import torch
 from served_games import Served, free_port, serving
 
-from pvg.experiment import Experiment, find_experiment, load_experiment
+from pvg.config.experiment import Experiment, find_experiment, load_experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan
 from pvg.reporting.diagnosis import diagnose
 from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest, Sampling
 from pvg.rollout.vllm.engine import VllmEngine
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import HttpPool
+from pvg.servers.pool import ConnectionLimits, HttpPool
 from pvg.tasks import open_task
-from pvg.tasks.halves import problems_of_half
+from pvg.tasks.task import problems_of_half
 from pvg.telemetry.events import EventLog, Events
 
 pytestmark = pytest.mark.timeout(900)
@@ -134,7 +133,7 @@ def test_updates_that_wait_behind_generation_are_diagnosed(
 ) -> None:
     """`weights.client = "shared"` and a few connections for 24 requests: an update waits for its turn among them."""
     for floor in ("FLOOR_TOTAL", "FLOOR_PER_HOST"):
-        monkeypatch.setattr(f"pvg.serving.limits.{floor}", 4)
+        monkeypatch.setattr(f"pvg.servers.pool.{floor}", 4)
     path = folder / "queue.log"
 
     async def play(players: Players, kept: Kept) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import orjson
 from vllm_servers import vllm_python
 
-from pvg.serving import supervisor
-from pvg.serving.keys import KEY_FILE, KEY_VARIABLE
+from pvg.servers import supervisor
+from pvg.servers.keys import KEY_FILE, KEY_VARIABLE
 
 ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
 LIMIT_S = 300.0  # a busy machine of two cores

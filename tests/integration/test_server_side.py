@@ -26,9 +26,9 @@ from vllm_servers import (
 )
 
 from pvg.errors import ConfigurationError
-from pvg.serving.control import ControlClient
-from pvg.serving.labels import Label, Session
-from pvg.serving.pool import Refused
+from pvg.servers.control import ControlClient
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import Refused
 
 TOLERANCE = 1e-3  # nats: float32 here and there, other kernels
 
@@ -285,7 +285,7 @@ def test_the_key_opens_everything_but_generation(server: Server) -> None:
             for route in ["/collective_rpc", "/v1/load_lora_adapter", "/adapters"]:
                 async with bench.http.post(server.url + route, json={}, headers=key) as response:
                     assert (route, response.status) == (route, 403)
-            async with bench.http.post(server.url + "/pvg/weights", data=b"{", headers=key) as response:
+            async with bench.http.post(server.url + "/pvg/servers", data=b"{", headers=key) as response:
                 assert response.status == 400
             pool = server.pool(key="wrong")
             try:

@@ -26,7 +26,7 @@ from vllm_servers import (
     started,
 )
 
-from pvg.serving.pool import Refused
+from pvg.servers.pool import Refused
 
 TOLERANCE = 1e-3  # nats, and logits of the classifier
 ADAPTERS = ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "3", "--max-cpu-loras", "3"]

@@ -26,14 +26,14 @@ from vllm_servers import (
     vllm_python,
 )
 
+from pvg.config.sections import ModelSection, Weights
 from pvg.models import open_model
-from pvg.sections import ModelSection, Weights
-from pvg.serving.control import Delivery
-from pvg.serving.labels import Label, Session
-from pvg.serving.pool import Refused
-from pvg.weights import WeightUpdate
-from pvg.weights.transports import open_transport
-from pvg.weights.transports.adapters import AdapterTransport
+from pvg.servers.control import Delivery
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import Refused
+from pvg.servers.transports import open_transport
+from pvg.servers.transports.adapters import AdapterTransport
+from pvg.servers.update import WeightUpdate
 
 TOLERANCE = 2e-3  # nats, in float32; a wrong version is off by more than 1
 

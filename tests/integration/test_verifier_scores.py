@@ -14,14 +14,13 @@ import pytest
 import torch
 from vllm_servers import vllm_python
 
-from pvg import experiment
+from pvg.config import experiment
 from pvg.models import open_model
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import Grade, Role, Rollout, VersionSpan
-from pvg.serving.command import server_spec
-from pvg.serving.interpreter import find_interpreter
-from pvg.serving.models import Purpose, model_folder
-from pvg.serving.process import VllmServer
+from pvg.servers.command import find_interpreter, server_spec
+from pvg.servers.models import Purpose, model_folder
+from pvg.servers.process import VllmServer
 from pvg.verifier.cache import ScoreCache
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate

@@ -23,10 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import pvg
-from pvg.serving.control import ControlClient
-from pvg.serving.labels import Label, Session
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import HttpPool
+from pvg.servers.control import ControlClient
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import ConnectionLimits, HttpPool
 
 PACKAGE = Path(pvg.__file__).parent
 CHECKOUT = PACKAGE.parent

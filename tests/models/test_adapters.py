@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.sections import ModelSection
 from pvg.training.trainer import checkpoint_layers
 
 RANK, ALPHA = 4, 6.0

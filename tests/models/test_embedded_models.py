@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from pvg.config.sections import ModchainTask, Models, ModelSection
 from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
@@ -24,9 +25,7 @@ from pvg.models.embedded_training import (
     translation,
 )
 from pvg.models.sources import EMBEDDED, embedded_names
-from pvg.sections import ModchainTask, Models, ModelSection
-from pvg.tasks.modchain import Modchain, chain_problem
-from pvg.tasks.modchain_traces import clean_trace
+from pvg.tasks.modchain import Modchain, chain_problem, clean_trace
 
 CPU = torch.device("cpu")
 SAMPLES = 256

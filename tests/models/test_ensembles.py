@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_ensembles import inputs, language, member
 
-from pvg import sections
+from pvg.config import sections
 from pvg.models.ensembles import AGGREGATIONS, Scales, VerifierEnsemble
 from pvg.models.heads import HEADS, build_verifier
 from pvg.models.language_model import ModelClosedError

@@ -5,15 +5,15 @@ import pytest
 import torch
 import transformers
 
-from pvg.models import blocked_layers, fused_layers, products
+from pvg.models import blocked_layers, fused_layers
+from pvg.models import blocked_layers as products
 from pvg.models.adapters import attach_adapters
 from pvg.models.blocked_layers import why_not
 from pvg.models.fused_layers import fused_hidden, knows, why_not_last
 from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
-from pvg.models.packed_attention import packed_attention
-from pvg.models.packing import pack_rows
+from pvg.models.packing import pack_rows, packed_attention
 from pvg.models.padding import pad_right
 from pvg.models.shared_prompts import packed_hidden
 from pvg.training.trainer import checkpoint_layers

@@ -11,7 +11,7 @@ import torch
 from tiny_ensembles import inputs, language
 from torch import Tensor, nn
 
-from pvg import sections
+from pvg.config import sections
 from pvg.errors import ConfigurationError
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.heads import HEADS, VerifierModel, build_verifier

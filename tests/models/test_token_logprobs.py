@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pvg.models.token_logprobs import Finish, token_logprobs, token_logprobs_and_entropies
+from pvg.models.logprobs import Finish, token_logprobs, token_logprobs_and_entropies
 
 FINISHES = [Finish(), Finish(temperature=0.7), Finish(factor=0.3, temperature=2.0), Finish(2.0, 1.5, 0.7)]
 

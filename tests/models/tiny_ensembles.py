@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg import sections
+from pvg.config import sections
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.records import Grade, Role, Rollout, VersionSpan
 from pvg.store import FileStateStore, JsonLines, RolloutShards, RunDirectory
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from event_logs import Log, steps
 
+from pvg.config.experiment import valid_keys
+from pvg.config.sections import Telemetry
 from pvg.errors import UsageError
-from pvg.experiment import valid_keys
 from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
 from pvg.reporting.diagnosis.lines import parse_line
 from pvg.reporting.diagnosis.tally import NAMES, Tally
 from pvg.reporting.diagnosis.updates import DONE_TRACES, OPEN_TRACES
-from pvg.sections import Telemetry
-from pvg.telemetry.loop_lag import LagWindow
+from pvg.telemetry.event_loop import LagWindow
 
 
 def seen(found: Diagnosis) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
+from pvg.config.sections import Training
 from pvg.reporting.page.learning import learning_section
 from pvg.reporting.page.several_page import (
     distinct_names,
@@ -17,7 +18,6 @@ from pvg.reporting.page.several_page import (
     several_page,
 )
 from pvg.reporting.run_summary import read_run
-from pvg.sections import Training
 from pvg.store.run_directory import RunDirectory
 
 

@@ -21,7 +21,7 @@ from pvg.errors import ConfigurationError, StateError
 from pvg.records import Timing, VersionSpan
 from pvg.rollout.engine import Begun, Completion, CutShort, Engine, GenerationRequest, Sampling, check_request
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.weights import WeightUpdate
+from pvg.servers.update import WeightUpdate
 
 LONG = Sampling(24, (1,))
 WAYS = {

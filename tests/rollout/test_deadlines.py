@@ -15,9 +15,9 @@ from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
-from pvg.rollout.deadlines import Deadline
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.gathering import Deadline
 
 TOKENIZER = tiny_model().tokenizer
 TOKENS_PER_S = 10

@@ -12,10 +12,10 @@ import torch
 from tiny_policies import prompts, setting, tiny_llama, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from pvg.config.sections import Rollouts
 from pvg.rollout import open_engine
 from pvg.rollout.decoding import Decoded, decode
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.sections import Rollouts
 
 GROUP = 4
 

@@ -15,10 +15,10 @@ from test_dispatcher import EOS, TOKENIZER, ParityTask
 from tiny_policies import with_engine
 
 from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
-from pvg.rollout.deadlines import Deadline
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.episodes import Observation, Transcript
+from pvg.rollout.gathering import Deadline
 from pvg.rollout.torch_engine import TorchEngine
 
 

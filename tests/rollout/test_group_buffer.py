@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_groups import made_group
 
 from pvg.records import Group, Role
-from pvg.rollout.buffer import GroupBuffer, Prefer, Taken, oldest
+from pvg.rollout.pipeline import GroupBuffer, Prefer, Taken, oldest
 
 
 def names(taken: list[Taken] | None) -> list[str] | None:
@@ -79,7 +79,7 @@ def test_the_rollouts_of_a_group_are_looked_at_once_however_many_come_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[Group] = []
-    monkeypatch.setattr("pvg.rollout.buffer.oldest", lambda group: looked.append(group) or oldest(group))
+    monkeypatch.setattr("pvg.rollout.pipeline.oldest", lambda group: looked.append(group) or oldest(group))
     buffer = GroupBuffer(budget=2)
     groups = [made_group(str(number), [[number % 2]] * 3) for number in range(50)]
     for group in groups:  # one who waits for all of them asks whenever one comes

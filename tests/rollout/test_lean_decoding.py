@@ -25,12 +25,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pvg.config.sections import Rollouts
 from pvg.rollout import open_engine
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.lean import LeanDecoder, NotLeanError
-from pvg.rollout.lean_attention import ByKernel, ByProducts, Shared
+from pvg.rollout.lean import ByKernel, ByProducts, LeanDecoder, NotLeanError, Shared
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.sections import Rollouts
 from pvg.telemetry.events import Unheard
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

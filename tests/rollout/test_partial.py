@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from test_deadlines import TOKENIZER, AnyTask
 from virtual_time import run_in_virtual_time
 
-from pvg.bench.workloads.stragglers_engine import HeavyTailedEngine
+from pvg.bench.workloads.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
-from pvg.rollout.deadlines import Deadline
 from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.rollout.gathering import BEGUN_AT_A_TIME
+from pvg.rollout.gathering import BEGUN_AT_A_TIME, Deadline
 from pvg.rollout.partial import PartialSampling
-from pvg.weights import WeightUpdate
+from pvg.servers.update import WeightUpdate
 
 
 class Game:

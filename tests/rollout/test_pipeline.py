@@ -15,9 +15,8 @@ from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
 from pvg.records import Group, Role
-from pvg.rollout.buffer import Prefer, Taken
 from pvg.rollout.dispatcher import all_or_none
-from pvg.rollout.pipeline import Gate, Pipeline, Shares
+from pvg.rollout.pipeline import Gate, Pipeline, Prefer, Shares, Taken
 from pvg.telemetry.spans import Tracer, span
 
 

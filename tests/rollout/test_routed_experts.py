@@ -13,13 +13,13 @@ import pytest
 from tiny_policies import tiny_model
 from vllm_drills import Drill, as_vllm_writes, request, routed_experts, run
 
+from pvg.config.sections import ModchainTask
 from pvg.errors import ConfigurationError
 from pvg.records import Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.vllm.wire import read_generated, read_routed_experts
-from pvg.sections import ModchainTask
-from pvg.serving.pool import Malformed
+from pvg.servers.pool import Malformed
 from pvg.tasks import open_task
 from pvg.training.batch import routed_experts_of
 

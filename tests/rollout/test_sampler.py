@@ -11,8 +11,7 @@ from tiny_policies import naive_kept
 
 from pvg.rollout import sampler
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.philox import philox_numbers
-from pvg.rollout.sampler import RowSettings, distribution, draw, sample, uniform_numbers
+from pvg.rollout.sampler import RowSettings, distribution, draw, philox_numbers, sample, uniform_numbers
 
 CPU = torch.device("cpu")
 

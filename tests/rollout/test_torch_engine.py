@@ -15,14 +15,14 @@ import pytest
 import torch
 from tiny_policies import generate, prompts, requests, setting, tiny_llama, tiny_model, with_engine
 
+from pvg.config.sections import Rollouts
 from pvg.errors import ConfigurationError, StateError
 from pvg.models.language_model import LanguageModel
 from pvg.records import VersionSpan
 from pvg.rollout import open_engine
 from pvg.rollout.engine import Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.sections import Rollouts
-from pvg.weights import WeightUpdate
+from pvg.servers.update import WeightUpdate
 
 PATIENCE_S = 30.0
 

@@ -15,8 +15,7 @@ from vllm_drills import Drill, check, fingerprint, request, run, sampled, until
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest
-from pvg.rollout.vllm.cutting import joined, remainder
-from pvg.rollout.vllm.wire import SEED_BITS
+from pvg.rollout.vllm.wire import SEED_BITS, joined, remainder
 
 
 def live(d: Drill, name: str) -> list[Any]:

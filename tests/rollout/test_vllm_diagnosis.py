@@ -10,9 +10,9 @@ import pytest
 from vllm_drills import Drill, request, run, tensors, until
 
 from pvg.reporting.diagnosis import diagnose
-from pvg.serving.limits import ConnectionLimits
+from pvg.servers.pool import ConnectionLimits
+from pvg.servers.publisher import Publisher
 from pvg.telemetry.events import EventLog
-from pvg.weights.publisher import Publisher
 
 BUSY, QUIET = 16, 2  # requests in flight while weights are updated
 

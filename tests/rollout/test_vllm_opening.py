@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_policies import tiny_model
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.rollout.vllm.opening import open_vllm_engine
 from pvg.telemetry.events import Unheard
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Rollouts
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.rollout import Setting
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.sections import Rollouts
 from pvg.telemetry.events import Unheard
 
 VOCABULARY = 20

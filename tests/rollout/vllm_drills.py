@@ -30,17 +30,21 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
 from patience import until  # noqa: E402
 
+from pvg.config.sections import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
 from pvg.rollout.vllm.engine import Needs, VllmEngine  # noqa: E402
-from pvg.sections import Serving, Weights  # noqa: E402
-from pvg.serving.control import ControlClient  # noqa: E402
-from pvg.serving.labels import Session  # noqa: E402
-from pvg.serving.limits import ConnectionLimits  # noqa: E402
-from pvg.serving.pool import HttpPool  # noqa: E402
-from pvg.weights import SyncTiming, WeightUpdate  # noqa: E402
-from pvg.weights.canary import Canary  # noqa: E402
-from pvg.weights.checksums import Checksums  # noqa: E402
-from pvg.weights.transports import open_transport  # noqa: E402
+from pvg.servers.canary import (  # noqa: E402
+    Canary,
+    Checksums,
+)
+from pvg.servers.control import ControlClient  # noqa: E402
+from pvg.servers.labels import Session  # noqa: E402
+from pvg.servers.pool import (  # noqa: E402
+    ConnectionLimits,
+    HttpPool,
+)
+from pvg.servers.transports import open_transport  # noqa: E402
+from pvg.servers.update import SyncTiming, WeightUpdate  # noqa: E402
 
 __all__ = [
     "Drill",

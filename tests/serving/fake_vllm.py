@@ -36,9 +36,9 @@ from fake_model import (
     sampled,
 )
 
-from pvg.serving.server_side.pvg_vllm.labels import BROKEN, Label, check_order, check_session
-from pvg.serving.server_side.pvg_vllm.refusal import Refusal
-from pvg.serving.server_side.pvg_vllm.weights_folder import ADAPTER_FILE, adapter_folder, weight_files
+from pvg.servers.server_side.pvg_vllm.labels import BROKEN, Label, check_order, check_session
+from pvg.servers.server_side.pvg_vllm.refusal import Refusal
+from pvg.servers.server_side.pvg_vllm.weights_folder import ADAPTER_FILE, adapter_folder, weight_files
 
 BLOCK = 16  # tokens of a block of the prefix cache
 FREE = {"/health", "/ping", "/version", "/v1/models", "/metrics", "/inference/v1/generate", "/v1/completions"}
@@ -129,7 +129,7 @@ class FakeVllm:
             app.router.add_get(path, self._simple)
         for path in ("/pause", "/resume", "/weight_checker", "/pvg/adapters/unload", "/inference/v1/abort_requests"):
             app.router.add_post(path, self._simple)
-        app.router.add_post("/pvg/weights", self._weights)
+        app.router.add_post("/pvg/servers", self._weights)
         app.router.add_post("/pvg/adapters", self._adapter)
         app.router.add_post("/inference/v1/generate", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)

@@ -1,5 +1,5 @@
 """A program that starts as slowly, answers as simply, and leaves as many processes as a server; for tests of
-pvg.serving.process. Its tree: this process, a child that ignores SIGTERM, and a grandchild.
+pvg.servers.process. Its tree: this process, a child that ignores SIGTERM, and a grandchild.
 
 python serve_stand_in.py PORT MODE    MODE: serve | fail | hang (never healthy) | refuse | die (after the start)
 """

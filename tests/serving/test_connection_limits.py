@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
-from pvg.serving.limits import ConnectionLimits
+from pvg.servers.pool import ConnectionLimits
 
 
 @given(st.integers(1, 100_000), st.integers(1, 64))

@@ -16,10 +16,9 @@ from fake_vllm import FakeOptions, FakeVllm
 from safetensors.numpy import save_file
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.serving.control import ControlClient
-from pvg.serving.labels import Label, Session
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import HttpPool, Malformed, Refused, Silent
+from pvg.servers.control import ControlClient
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import ConnectionLimits, HttpPool, Malformed, Refused, Silent
 
 PATIENCE_S = 20.0
 SESSION = Session(0x1800, "aa")

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
-from pvg.serving.keys import KEY_FILE, KEY_VARIABLE, control_key
-from pvg.serving.labels import Label, Session
-from pvg.serving.server_side.pvg_vllm import labels as server_side
-from pvg.serving.server_side.pvg_vllm.refusal import Refusal
+from pvg.servers.keys import KEY_FILE, KEY_VARIABLE, control_key
+from pvg.servers.labels import Label, Session
+from pvg.servers.server_side.pvg_vllm import labels as server_side
+from pvg.servers.server_side.pvg_vllm.refusal import Refusal
 
 TAILS = st.text("0123456789abcdef-", min_size=1, max_size=12)
 LABELS = st.builds(Label, st.builds(Session, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
@@ -135,7 +135,7 @@ def test_a_place_where_no_key_can_lie_is_told(tmp_path: Path) -> None:
 RACE = """
 import sys
 from pathlib import Path
-from pvg.serving.keys import control_key
+from pvg.servers.keys import control_key
 print("there", flush=True)
 for line in sys.stdin:
     try:

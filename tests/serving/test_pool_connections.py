@@ -10,9 +10,8 @@ import pytest
 from fake_vllm import FakeOptions, FakeVllm
 from patience import until
 
-from pvg.serving import pool as pool_module
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import Broken, HttpPool, Silent, pause_before_retry
+from pvg.servers import pool as pool_module
+from pvg.servers.pool import Broken, ConnectionLimits, HttpPool, Silent, pause_before_retry
 
 GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0

@@ -14,8 +14,7 @@ from fake_vllm import FakeVllm
 from fault_proxy import Fault, FaultProxy
 from patience import until
 
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import Broken, HttpPool, Malformed, Refused, ServerFault, Silent, Unreachable
+from pvg.servers.pool import Broken, ConnectionLimits, HttpPool, Malformed, Refused, ServerFault, Silent, Unreachable
 
 GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0
@@ -277,7 +276,7 @@ def test_an_event_of_many_megabytes_comes_through() -> None:
 
 
 def test_an_event_without_end_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pvg.serving.pool.LONGEST_EVENT", 1 << 20)
+    monkeypatch.setattr("pvg.servers.pool.LONGEST_EVENT", 1 << 20)
     assert type(answered_by(in_pieces(*[b"x" * (1 << 18)] * 32), streamed)) is Malformed
 
 

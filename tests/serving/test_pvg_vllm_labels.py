@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.serving import labels as client
-from pvg.serving.server_side.pvg_vllm import labels as server
-from pvg.serving.server_side.pvg_vllm.events import tell
-from pvg.serving.server_side.pvg_vllm.refusal import Refusal
+from pvg.servers import labels as client
+from pvg.servers.server_side.pvg_vllm import labels as server
+from pvg.servers.server_side.pvg_vllm.events import tell
+from pvg.servers.server_side.pvg_vllm.refusal import Refusal
 from pvg.telemetry.events import format_event
 
 NOW = server.Label.parse("18ea1535542cb2ce-d5622cc9/12")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pvg.serving.server_side.pvg_vllm.refusal import Refusal
-from pvg.serving.server_side.pvg_vllm.weights_folder import adapter_folder, weight_files
+from pvg.servers.server_side.pvg_vllm.refusal import Refusal
+from pvg.servers.server_side.pvg_vllm.weights_folder import adapter_folder, weight_files
 
 Change = Callable[[Path], object]
 

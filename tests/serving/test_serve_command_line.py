@@ -9,13 +9,12 @@ from pathlib import Path
 import orjson
 import pytest
 
+from pvg.config.experiment import Experiment, build_experiment, parse_override
+from pvg.config.experiment import assign as assign_key
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment, parse_override
-from pvg.experiment import assign as assign_key
-from pvg.serving.command import ServerSpec, server_spec
-from pvg.serving.interpreter import Interpreter
-from pvg.serving.keys import KEY_VARIABLE, control_key
-from pvg.serving.models import Purpose
+from pvg.servers.command import Interpreter, ServerSpec, server_spec
+from pvg.servers.keys import KEY_VARIABLE, control_key
+from pvg.servers.models import Purpose
 
 CPU = Interpreter(Path(sys.executable), "0.32.0", "cpu", "a test")
 GPU = Interpreter(Path(sys.executable), "0.32.0", "gpu", "a test")

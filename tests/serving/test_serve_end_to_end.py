@@ -14,7 +14,7 @@ import pytest
 import serve_stand_in
 from test_serve_process import LIMIT_S, free_port
 
-from pvg.serving import supervisor
+from pvg.servers import supervisor
 
 ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.serving.interpreter import VARIABLE, find_interpreter
+from pvg.servers.command import VARIABLE, find_interpreter
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.sections import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.experiment import Experiment, build_experiment
 from pvg.models import open_model
 from pvg.models.heads import ScalarHead
-from pvg.sections import ModelSection
-from pvg.serving.models import EMBEDDED, export_classifier, make_folder, model_folder
+from pvg.servers.models import EMBEDDED, export_classifier, make_folder, model_folder
 
 VERIFIER = "embedded:modchain-verifier-small"
 

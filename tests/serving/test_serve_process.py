@@ -17,12 +17,10 @@ import pytest
 import serve_stand_in
 
 from pvg.errors import ConfigurationError
-from pvg.serving import supervisor
-from pvg.serving.command import ServerSpec
-from pvg.serving.interpreter import Interpreter
-from pvg.serving.keys import KEY_VARIABLE
-from pvg.serving.process import ServerFailedError, VllmServer, check_port
-from pvg.serving.stages import Stage
+from pvg.servers import supervisor
+from pvg.servers.command import Interpreter, ServerSpec
+from pvg.servers.keys import KEY_VARIABLE
+from pvg.servers.process import ServerFailedError, Stage, VllmServer, check_port
 
 LIMIT_S = 60.0  # for what takes a second on a quiet machine
 TREE = 3  # processes of the stand-in
@@ -31,7 +29,7 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from test_serve_process import spec_of
-from pvg.serving.process import VllmServer
+from pvg.servers.process import VllmServer
 
 async def main():
     async with VllmServer.start(spec_of(int(sys.argv[1]), "serve", Path(sys.argv[2]))) as server:

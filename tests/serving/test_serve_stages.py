@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pvg.serving.figures import Figures, read_figures
-from pvg.serving.stages import LAST_LINES, LogTail, Stage
+from pvg.servers.control import Figures, read_figures
+from pvg.servers.process import LAST_LINES, LogTail, Stage
 
 HEAD = "(EngineCore pid=1360) INFO 11-21 14:08:34 [core.py:133] "
 

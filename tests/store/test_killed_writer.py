@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.store import RunDirectory
 
 WRITER = Path(__file__).with_name("committing_writer.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from store_samples import rollout
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.store import DamagedFileError, RolloutShards, RunDirectory, read_manifests, write_manifest
 
 

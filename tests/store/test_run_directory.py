@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
-from pvg.experiment import Experiment
 from pvg.store import FileStateStore, RunDirectory, runs_in
 
 EXPERIMENT = Experiment(name="tiny", seed=3)

@@ -11,7 +11,7 @@ from store_samples import flip_byte, rollout, translating, write_shards
 
 from pvg.records import Checks, Grade, Rollout, Turn
 from pvg.store import DamagedFileError, RolloutShards
-from pvg.store.sample_columns import SampleColumns
+from pvg.store.samples import SampleColumns
 
 TALK = (Turn(0, True, "a"), Turn(2, False, "?"), Turn(3, True, "b"))
 ONE_TURN = (Turn(0, True, "a"),)

@@ -6,8 +6,7 @@ import pytest
 from run_samples import begin, commit, state, step, tell
 
 from pvg.errors import ConfigurationError
-from pvg.study.measures import DEFAULT_MEASURES, EVALUATION, MEASURES, RunFacts, measures_named, read_facts
-from pvg.study.values import Value
+from pvg.study.measures import DEFAULT_MEASURES, EVALUATION, MEASURES, RunFacts, Value, measures_named, read_facts
 from pvg.telemetry.catalogue import METRICS
 
 

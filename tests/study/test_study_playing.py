@@ -17,10 +17,10 @@ from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 from pvg.errors import StateError, UsageError
 from pvg.store import FileStateStore
 from pvg.study.cells import Standing, StudyFolder, refuse_other_settings, standing, steps_done, unevaluated
+from pvg.study.measures import Value
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job, _environment, play_cells
 from pvg.study.results import collect
-from pvg.study.values import Value
 
 
 class Told:

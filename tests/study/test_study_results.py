@@ -12,14 +12,12 @@ from study_samples import SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import UsageError
 from pvg.study.cells import note_failure
-from pvg.study.markdown import markdown_text, placed
-from pvg.study.measures import EVALUATION
+from pvg.study.measures import EVALUATION, Value
 from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
 from pvg.study.results import SCHEMA_FILE, StudyResults, collect, json_schema, read_results, write_results
 from pvg.study.statistics import summarise
-from pvg.study.values import Value
-from pvg.study.words import cautions, change_text, rounds_text
+from pvg.study.text import cautions, change_text, markdown_text, placed, rounds_text
 
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pvg.study.measures import Value, cap_of, capped
 from pvg.study.statistics import (
     compare,
     holm,
@@ -21,7 +22,6 @@ from pvg.study.statistics import (
     summarise,
     trend,
 )
-from pvg.study.values import Value, cap_of, capped
 
 SHARES = st.floats(-1, 1).map(lambda x: round(x, 3))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.tasks.answer_screen import LONGEST_ANSWER, SCREENS, refusal
+from pvg.tasks.reasoning_gym import LONGEST_ANSWER, SCREENS, refusal
 
 REFERENCE = "17*(62 - 47)"
 

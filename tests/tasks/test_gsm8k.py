@@ -9,9 +9,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from pvg.config.sections import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.records import Problem
-from pvg.sections import Gsm8kTask
 from pvg.tasks import half_of, open_task
 from pvg.tasks.answers import parse_number
 from pvg.tasks.gsm8k import Gsm8k

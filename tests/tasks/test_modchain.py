@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pvg.config.sections import ModchainTask
 from pvg.errors import ConfigurationError
-from pvg.sections import ModchainTask
 from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.modchain import Modchain, chain_problem
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.sections import ModchainTask
-from pvg.tasks.modchain import Modchain, chain_problem
-from pvg.tasks.modchain_traces import MISTAKES, clean_trace, flawed_trace, possible_mistakes
+from pvg.config.sections import ModchainTask
+from pvg.tasks.modchain import MISTAKES, Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
 TASK = Modchain(ModchainTask(problems=1, test_problems=1))
 NOTES = {

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from pvg.config.sections import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.sections import ReasoningGymTask
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import read_answer
 
@@ -93,7 +93,7 @@ def test_ids_are_those_of_dataset_settings_seed_split_and_index(gym):
 
 def test_problems_are_the_same_in_another_process(gym):
     code = (
-        "from pvg.experiment import ReasoningGymTask; from pvg.tasks import open_task\n"
+        "from pvg.config.experiment import ReasoningGymTask; from pvg.tasks import open_task\n"
         "print([p.question for p in open_task(ReasoningGymTask(problems=5, test_problems=2)).problems('train')])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from pvg.sections import Telemetry
+from pvg.config.sections import Telemetry
 from pvg.telemetry.alerts import AlertKind, Alerts, verifier_at_chance
 from pvg.telemetry.events import EventLog, format_event
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.sections import Telemetry
+from pvg.config.sections import Telemetry
 from pvg.telemetry.core_waits import CoreTime
-from pvg.telemetry.event_loop import runner
-from pvg.telemetry.loop_lag import SHORTEST_LOOK_S, Heartbeat, LagWindow, LoopLagMonitor, warnings
+from pvg.telemetry.event_loop import SHORTEST_LOOK_S, Heartbeat, LagWindow, LoopLagMonitor, runner, warnings
 
 
 class Hands:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pvg.config.sections import Telemetry
 from pvg.errors import MissingRequirementError
-from pvg.sections import Telemetry
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.catalogue import unknown_metrics
-from pvg.telemetry.loop_lag import LagWindow
+from pvg.telemetry.event_loop import LagWindow
 from pvg.telemetry.monitoring import Monitoring
 
 LIMIT_S = 60.0

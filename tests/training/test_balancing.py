@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from table_policy import policy_batch
 
 from pvg.models.padding import token_budget_batches
-from pvg.training.balancing import balanced_batches
-from pvg.training.forward import ForwardSettings, batch_positions, forward_batches
+from pvg.training.forward import ForwardSettings, balanced_batches, batch_positions, forward_batches
 
 
 def by_length(lengths, budget):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from table_policy import policy_batch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pvg.config.sections import Rollouts, Training
 from pvg.errors import ConfigurationError
 from pvg.models.padding import token_budget_batches
-from pvg.sections import Rollouts, Training
 from pvg.training.losses import PolicyObjective
 
 

@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from pvg.sections import Training
-from pvg.training.control import KL_RANGE, Control, acting_entropy, adapted_entropy, adapted_kl
+from pvg.config.sections import Training
+from pvg.training.penalties import KL_RANGE, Control, acting_entropy, adapted_entropy, adapted_kl
 
 
 def test_the_kl_controller_by_hand() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pvg.config.sections import Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.sections import Training
 from pvg.training.credit import CREDIT, advantages, signal_rows, soft_overlong_rewards, zero_signal_groups
 
 HELPFUL, SNEAKY = 1, 0

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pvg.game.dynamic_sampling import chosen_groups, live_groups, refill_counts
 from pvg.records import Role
-from pvg.training.dynamic_sampling import chosen_groups, live_groups, refill_counts
 
 H, S = Role.HELPFUL, Role.SNEAKY
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from table_policy import policy_batch
 from test_policy_losses import llama
 
+from pvg.config.sections import Rollouts, Training
 from pvg.models.packing import distinct_rows
-from pvg.sections import Rollouts, Training
 from pvg.training.batch import PolicyBatch
-from pvg.training.forward import ForwardSettings, batch_positions, forward_batches
+from pvg.training.forward import ForwardSettings, batch_positions, forward_batches, recompute_logprobs
 from pvg.training.losses import PolicyObjective
-from pvg.training.recompute import recompute_logprobs
 
 __all__ = ["llama"]  # a fixture
 

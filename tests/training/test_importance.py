@@ -12,7 +12,7 @@ from table_policy import TablePolicy, policy_batch
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective, random_batch
 from test_policy_losses import random_policy as drawn_policy
 
-from pvg.training.importance import RATIOS, importance_metrics, importance_weights, outside
+from pvg.training.losses import RATIOS, importance_metrics, importance_weights, outside
 
 
 def rows(values):

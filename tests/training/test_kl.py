@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
-from pvg.sections import Training
-from pvg.training.kl import PENALTIES, k1, k2, k3, kl_penalty
+from pvg.config.sections import Training
+from pvg.training.penalties import PENALTIES, k1, k2, k3, kl_penalty
 
 
 def test_values_by_hand():

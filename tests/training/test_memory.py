@@ -13,8 +13,8 @@ from table_policy import policy_batch
 from test_bucketing import llama, mixed_batch, trained_on
 from test_trainer import Scripted, bits, make, play, scripted
 
+from pvg.config.sections import Rollouts, Training
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.sections import Rollouts, Training
 from pvg.training.losses import PolicyObjective
 from pvg.training.memory import AllocatorPeak, MicroBatchMemory, SavedTensors, Size
 from pvg.training.trainer import checkpoint_layers

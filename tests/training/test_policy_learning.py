@@ -9,13 +9,12 @@ import torch
 import transformers
 from table_policy import policy_batch
 
+from pvg.config.sections import Rollouts, Training
 from pvg.records import Role
-from pvg.sections import Rollouts, Training
+from pvg.training.baselines import RoleBaseline, ValueTracker
 from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
 from pvg.training.losses import LOSSES, PolicyObjective
-from pvg.training.role_baseline import RoleBaseline
 from pvg.training.trainer import OptimizerSettings, Trainer
-from pvg.training.values import ValueTracker
 
 VOCABULARY, WANTED, PROMPT, LENGTH = 8, 5, [1, 2], 4
 

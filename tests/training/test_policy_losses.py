@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_policy import TablePolicy, policy_batch
 
+from pvg.config.sections import Rollouts, Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.sections import Rollouts, Training
 from pvg.telemetry.metrics import Metrics
 from pvg.training.losses import LOSSES, PolicyObjective
 

@@ -16,9 +16,9 @@ for folder in ("models", "rollout"):
 from tiny_experts import CHOSEN, KINDS, LAYERS, tiny_experts  # noqa: E402
 from tiny_policies import generate, prompts, requests, tiny_model  # noqa: E402
 
-from pvg import sections  # noqa: E402
+from pvg.config import sections  # noqa: E402
+from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import ConfigurationError  # noqa: E402
-from pvg.experiment import Experiment  # noqa: E402
 from pvg.models.routing import recorded_experts, routers_of  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
 from pvg.training.batch import PolicyBatch  # noqa: E402

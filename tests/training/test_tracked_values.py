@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pvg.errors import TrainingDivergedError
 from pvg.records import Role
+from pvg.training.baselines import LEVEL_DECAY, PRIOR, RHO_LEAST, RHO_MOST, ValueTracker
 from pvg.training.credit import EPSILON, tracked_advantages
-from pvg.training.values import LEVEL_DECAY, PRIOR, RHO_LEAST, RHO_MOST, ValueTracker
 
 H, S = Role.HELPFUL, Role.SNEAKY
 

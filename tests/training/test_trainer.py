@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from table_policy import TablePolicy, policy_batch
 from torch import nn
 
+from pvg.config.sections import Rollouts, Training
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
-from pvg.sections import Rollouts, Training
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective

@@ -12,7 +12,7 @@ from aiohttp import web
 from tiny_verifiers import digits_tokenizer, language_model, perturb, random_texts, rollout
 from torch.func import functional_call
 
-from pvg import experiment, sections
+from pvg.config import experiment, sections
 from pvg.models.heads import build_verifier
 from pvg.verifier.cache import ScoreCache
 from pvg.verifier.scorer import VerifierScorer

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.verifier.measures import acceptance_rate, acceptance_threshold, auc, pair_accuracy
+from pvg.verifier.calibration import acceptance_rate, acceptance_threshold, auc, pair_accuracy
 
 SCORES = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 0.5, 3.0]) | st.floats(-1e30, 1e30), max_size=30).map(np.array)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
-from pvg.verifier.micro_batches import clusters, pairs_by_budget
+from pvg.verifier.losses import clusters, pairs_by_budget
 
 
 def all_pairs(*problems):

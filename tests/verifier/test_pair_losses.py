@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tiny_verifiers import verifier
 from torch import nn
 
-from pvg import sections
+from pvg.config import sections
 from pvg.errors import ConfigurationError
 from pvg.telemetry.metrics import Metrics
-from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import LOSSES, PairObjective
 
 

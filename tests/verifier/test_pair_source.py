@@ -6,16 +6,16 @@ import pytest
 import torch
 from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
 
-from pvg import sections
+from pvg.config import sections
 from pvg.models.heads import build_verifier
 from pvg.models.padding import pad_right
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
+from pvg.verifier.calibration import auc
 from pvg.verifier.data import PairSource
 from pvg.verifier.losses import PairObjective
-from pvg.verifier.measures import auc
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 

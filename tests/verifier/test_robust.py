@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from pvg import sections
+from pvg.config import sections
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Surveying, Trainer
-from pvg.verifier.batch import VerifierBatch
+from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.robust import RobustObjective, objective_for
 

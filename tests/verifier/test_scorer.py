@@ -18,7 +18,7 @@ from tiny_verifiers import (
     verifier,
 )
 
-from pvg.bench.workloads.loop_sides import OnTheLoop
+from pvg.bench.workloads.loop_engine import OnTheLoop
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import pad_right
 from pvg.records import Role

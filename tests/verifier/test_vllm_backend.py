@@ -9,10 +9,10 @@ import pytest
 import torch
 from score_servers_of_tests import Bench, servers, some
 
-from pvg import experiment
+from pvg.config import experiment
+from pvg.config.rules import oddities
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
-from pvg.experiment_checks import oddities
-from pvg.serving.limits import ConnectionLimits
+from pvg.servers.pool import ConnectionLimits
 from pvg.verifier import score_servers
 
 HEADS = ["scalar", "implicit"]
@@ -67,7 +67,7 @@ def test_a_new_version_is_published_and_the_same_weights_are_not(head, tmp_path,
             assert [line["trace"] for line in sent] == [line["trace"] for line in done]
             assert [line["failed"] for line in done] == [0, 0]
             assert fake.label.endswith("/2")
-            assert fake.calls["/pvg/weights"] == 2
+            assert fake.calls["/pvg/servers"] == 2
 
     asyncio.run(play())
 

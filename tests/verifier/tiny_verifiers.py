@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg import sections
+from pvg.config import sections
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import ScalarHead, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel

@@ -14,9 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
-from pvg.serving.control import ControlClient
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import HttpPool
+from pvg.servers.control import ControlClient
+from pvg.servers.pool import ConnectionLimits, HttpPool
 
 # What may be planned. "after": the work is done, and the reply does not come through.
 FAULTS = ("reset", "reset_after", "hang_after", "garbage_after", "refuse")
@@ -92,7 +91,7 @@ class ControlServer:
     def _do(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/pvg/info":
             return self._info()
-        if path == "/pvg/weights":
+        if path == "/pvg/servers":
             if self.label != body["label"]:
                 self.names.append(body["name"])
             self.label = body["label"]

@@ -20,9 +20,8 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from pvg.serving.labels import Label, Session
-from pvg.weights.transports.tensor_file import write_tensors
-from pvg.weights.transports.versions import STABLE, VersionFolders
+from pvg.servers.labels import Label, Session
+from pvg.servers.transports.versions import STABLE, VersionFolders, write_tensors
 
 FILE = "model.safetensors"
 RUN = "run"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pvg.errors import WeightsNotArrivedError
-from pvg.serving.control import ControlClient, ServerInfo
-from pvg.weights.checksums import NOTHING, Checksums
+from pvg.servers.canary import NOTHING, Checksums
+from pvg.servers.control import ControlClient, ServerInfo
 
 PREFIX = "dp0:pp0:pcp0:tp0:"
 TENSORS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.weights import SyncTiming, WeightUpdate
-from pvg.weights.publisher import Publisher
+from pvg.servers.publisher import Publisher
+from pvg.servers.update import SyncTiming, WeightUpdate
 
 WEIGHTS = {"w": torch.ones(2)}
 

@@ -12,14 +12,14 @@ import torch
 from control_server import ControlServer, with_servers
 from safetensors.torch import load_file
 
+from pvg.config.sections import Weights
 from pvg.errors import ConfigurationError
-from pvg.sections import Weights
-from pvg.serving.control import ControlClient, Delivery
-from pvg.serving.labels import Label, Session
-from pvg.serving.pool import Broken
-from pvg.weights import Adapter, WeightUpdate
-from pvg.weights.transports import open_transport
-from pvg.weights.transports.adapters import AdapterTransport, fingerprint
+from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import Broken
+from pvg.servers.transports import open_transport
+from pvg.servers.transports.adapters import AdapterTransport, fingerprint
+from pvg.servers.update import Adapter, WeightUpdate
 
 SESSION = Session(1000, "aaaaaaaa")
 LOAD, UNLOAD = "/pvg/adapters", "/pvg/adapters/unload"

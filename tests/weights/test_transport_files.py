@@ -16,20 +16,21 @@ from control_server import ControlServer, with_servers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from pvg.config.sections import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.sections import Weights
-from pvg.serving.control import ControlClient, Delivery
-from pvg.serving.labels import Label, Session
-from pvg.serving.pool import Broken, Refused, Silent, Unreachable
-from pvg.weights import WeightUpdate
-from pvg.weights.transports import TRANSPORTS, Transport, delivering, open_transport
-from pvg.weights.transports.delivering import UNKNOWN_PART
-from pvg.weights.transports.tensor_file import write_tensors
+from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import Broken, Refused, Silent, Unreachable
+from pvg.servers.transports import TRANSPORTS, Transport, open_transport
+from pvg.servers.transports import transport as delivering
+from pvg.servers.transports.transport import UNKNOWN_PART
+from pvg.servers.transports.versions import write_tensors
+from pvg.servers.update import WeightUpdate
 
 SESSION = Session(1000, "aaaaaaaa")
 LABEL = Label(SESSION, 1)
 NAME = "run/v000001-aaaaaaaa"
-WEIGHTS = "/pvg/weights"
+WEIGHTS = "/pvg/servers"
 
 
 def transport(root: Path, dtype: str = "float32", keep: int = 2) -> Transport:
@@ -90,7 +91,7 @@ def test_no_second_copy_of_the_model_is_held(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 import torch
-from pvg.weights.transports.tensor_file import write_tensors
+from pvg.servers.transports.versions import write_tensors
 torch.set_num_threads(1)
 tensors = {f"w{i}": torch.ones(2_500_000) for i in range(20)}
 write_tensors(Path(sys.argv[1]) / "warm", {"w": torch.ones(10)}, torch.bfloat16)
@@ -276,7 +277,7 @@ def test_a_server_that_hangs_does_not_hold_the_others_for_a_calls_time_limit(
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         sent = transport(tmp_path)
         await sent.stage(update(), LABEL)
-        servers[0].plan("/pvg/weights", "hang_after")
+        servers[0].plan("/pvg/servers", "hang_after")
         outcomes = await sent.send(controls, LABEL, "")
         assert isinstance(outcomes[0], Silent)
         assert "the other servers took the weights" in str(outcomes[0])
@@ -331,5 +332,5 @@ def test_what_needs_a_gpu_says_so(tmp_path: Path, name: str) -> None:
 
 
 def test_opening_the_table_loads_no_torch() -> None:
-    script = "import sys, pvg.weights.transports, pvg.weights.transports.files; assert 'torch' not in sys.modules"
+    script = "import sys, pvg.servers.transports, pvg.servers.transports.files; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -22,15 +22,14 @@ import torch
 from control_server import ControlServer, with_servers
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
-from pvg.serving.control import ControlClient, Delivery
-from pvg.serving.labels import Label, Session
-from pvg.serving.pool import Broken, Refused, Silent
-from pvg.serving.server_side.pvg_vllm.ipc_handles import decode_handle, encode_handle
-from pvg.weights import WeightUpdate
-from pvg.weights.transports import transfer
-from pvg.weights.transports.ipc import IpcBackend
-from pvg.weights.transports.nccl import NcclBackend
-from pvg.weights.transports.transfer import TransferTransport
+from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.labels import Label, Session
+from pvg.servers.pool import Broken, Refused, Silent
+from pvg.servers.server_side.pvg_vllm.ipc_handles import decode_handle, encode_handle
+from pvg.servers.transports import transfer
+from pvg.servers.transports.gpu import IpcBackend, NcclBackend
+from pvg.servers.transports.transfer import TransferTransport
+from pvg.servers.update import WeightUpdate
 
 SESSION = Session(1000, "aaaaaaaa")
 INIT, START, UPDATE, FINISH = (
@@ -435,7 +434,7 @@ def test_torch_still_gives_the_arguments_that_are_sent() -> None:
     """On this machine's torch: the names of rebuild_cuda_tensor's parameters, in their order."""
     script = (
         "import inspect; from torch.multiprocessing.reductions import rebuild_cuda_tensor;"
-        "from pvg.serving.server_side.pvg_vllm.ipc_handles import ARGUMENTS;"
+        "from pvg.servers.server_side.pvg_vllm.ipc_handles import ARGUMENTS;"
         "assert list(inspect.signature(rebuild_cuda_tensor).parameters) == [name for name, _ in ARGUMENTS]"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

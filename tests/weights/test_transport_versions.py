@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
-from pvg.serving.labels import Label, Session
+from pvg.servers.labels import Label, Session
+from pvg.servers.transports.versions import STABLE, VersionFolders
 from pvg.store.atomic import write_synced
-from pvg.weights.transports.versions import STABLE, VersionFolders
 
 FIRST, SECOND = Session(1000, "aaaaaaaa"), Session(2000, "bbbbbbbb")
 
@@ -164,9 +164,9 @@ import resource, sys
 from pathlib import Path
 import torch
 from pvg.errors import MissingRequirementError
-from pvg.serving.labels import Label, Session
-from pvg.weights.transports.tensor_file import write_tensors
-from pvg.weights.transports.versions import VersionFolders
+from pvg.servers.labels import Label, Session
+from pvg.servers.transports.versions import write_tensors
+from pvg.servers.transports.versions import VersionFolders
 
 session = Session(1, "aaaaaaaa")
 folders = VersionFolders(Path(sys.argv[1]), "run", session)

@@ -1,11 +1,4 @@
-"""The passes over a stage's work: each profiler alone, since each slows down what the others would measure.
-
-A pass repeats the workload's sample some times. All of them share one opened and warmed workload.
-
-- `spans_pass`: nothing but our own spans; its wall time is what the others are compared with
-- `torch_pass`: the torch profiler; every operator, in every thread
-- `py_spy_pass`: py-spy beside us
-"""
+"""The work of a stage: the benchmark profile of its name, on the experiment that is to be profiled."""
 
 from __future__ import annotations
 
@@ -17,16 +10,66 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pvg.bench.profiling.frames import SHOWN_FRAMES, Frame
-from pvg.bench.profiling.py_spy import Format, sampling
+from pvg.bench.profile import (
+    WORKLOAD,
+    BenchSettings,
+    Change,
+    find_profile,
+    parse_overrides,
+    read_profile,
+    settings_of,
+)
+from pvg.bench.profiling.py_spy import SHOWN_FRAMES, Format, Frame, sampling
 from pvg.bench.report import Budget
 from pvg.bench.runner import total
 from pvg.bench.workload import Workload
+from pvg.config.experiment import nearest
+from pvg.errors import UsageError
 from pvg.telemetry.chrome_trace import placed, trace_events, write_trace
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.spans import DeviceClock, Tracer
+
+Stage = Literal["rollout", "trainer", "e2e"]
+STAGES: tuple[Stage, ...] = ("rollout", "trainer", "e2e")
+ROLLOUTS = "rollouts"  # of a workload's table: how many there are in a sample
+
+
+def stage_of(name: str) -> Stage:
+    for stage in STAGES:
+        if stage == name:
+            return stage
+    hint = nearest(name, STAGES)
+    raise UsageError(
+        f"There is no stage {name!r}." + (f" Did you mean {hint!r}?" if hint else ""), f"Known: {', '.join(STAGES)}."
+    )
+
+
+def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> BenchSettings:
+    """The settings of a stage's workload: `experiment` (a name or a file) as it stands, with the overrides.
+
+    The profile's own changes belong to its benchmark and are left out; as many rollouts are worked on as the experiment
+    has in a batch, unless `workload.rollouts` is given. Raises UsageError and ConfigurationError.
+    """
+    path = find_profile(stage)
+    profile = read_profile(path).model_copy(update={"experiment": experiment, "changes": {}})
+    given = parse_overrides(overrides)
+    settings = settings_of(profile, str(path), given)
+    key = f"{WORKLOAD}{ROLLOUTS}"
+    if ROLLOUTS not in profile.workload or key in {change.key for change in given}:
+        return settings
+    batch = settings.experiment.arithmetic().rollouts_per_batch
+    return settings_of(profile, str(path), [Change(key, batch, "the experiment's batch"), *given])
+
+
+# The passes over a stage's work: each profiler alone, since each slows down what the others would measure.
+#
+# A pass repeats the workload's sample some times. All of them share one opened and warmed workload.
+#
+# - `spans_pass`: nothing but our own spans; its wall time is what the others are compared with
+# - `torch_pass`: the torch profiler; every operator, in every thread
+# - `py_spy_pass`: py-spy beside us
 
 LEAST_SAMPLED_S = 5.0  # a pass of py-spy lasts at least so long: a thousand samples at its rate
 OPERATORS_SHOWN = 40  # lines of the table of torch operators

@@ -17,10 +17,8 @@ from typing import Any
 import orjson
 
 from pvg.bench.profile import BenchSettings
-from pvg.bench.profiling.frames import Frame, read_speedscope
-from pvg.bench.profiling.passes import Pass, py_spy_pass, slowdowns, spans_pass, torch_pass
-from pvg.bench.profiling.py_spy import PySpyError, find_py_spy
-from pvg.bench.profiling.stages import Stage
+from pvg.bench.profiling.passes import Pass, Stage, py_spy_pass, slowdowns, spans_pass, torch_pass
+from pvg.bench.profiling.py_spy import Frame, PySpyError, find_py_spy, read_speedscope
 from pvg.bench.report import Budget
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads import WORKLOADS, WorkloadTable
@@ -229,7 +227,7 @@ async def _sampled(workload: Any, made: Profiled, steps: int, spy: Path, demande
 
 def _device_clock(settings: BenchSettings) -> DeviceClock | None:
     from pvg.models import pick_device
-    from pvg.telemetry.cuda_clock import CudaClock
+    from pvg.telemetry.spans import CudaClock
 
     return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
 

@@ -20,8 +20,8 @@ import orjson
 
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads.e2e import EndToEnd, Settings
+from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import PvgError
-from pvg.experiment import Experiment, build_experiment
 from pvg.models.compute import ComputeExecutor
 from pvg.telemetry.core_waits import CoreWaits
 from pvg.telemetry.spans import Tracer

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
+from pvg.config.sections import Count, Section
 from pvg.records import Float32
-from pvg.sections import Count, Section
 from pvg.telemetry.spans import span
 from pvg.training.credit import EPSILON, advantages
 from pvg.verifier.losses import bradley_terry
-from pvg.verifier.penalties import bradley_terry_slopes, irm_v1, vrex
+from pvg.verifier.robust import bradley_terry_slopes, irm_v1, vrex
 
 Array = NDArray[Any]
 Penalty = Callable[[Tensor, Tensor, int], Tensor]  # scores_M2, environments_M, environments

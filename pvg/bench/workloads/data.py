@@ -34,9 +34,9 @@ from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads import data_game
 from pvg.bench.workloads.data_child import Order, memory_of
 from pvg.bench.workloads.data_store import StoreShape, check_free_space, write_pairs, write_store
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Section
 from pvg.errors import MissingRequirementError
-from pvg.experiment import Experiment
-from pvg.sections import Count, Section
 from pvg.store.shards import ShardInfo
 from pvg.telemetry.spans import span
 

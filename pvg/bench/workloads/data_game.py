@@ -28,8 +28,8 @@ from typing import Any
 
 from pvg.bench.workloads.data_child import say
 from pvg.bench.workloads.data_store import PROMPT_TOKENS, StoreShape
-from pvg.bench.workloads.random_models import random_llama
-from pvg.experiment import Experiment, build_experiment, load_experiment
+from pvg.bench.workloads.fixtures import random_llama
+from pvg.config.experiment import Experiment, build_experiment, load_experiment
 from pvg.extensions import digests
 from pvg.game.mint import mint
 from pvg.game.run import open_session

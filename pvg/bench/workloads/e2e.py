@@ -26,12 +26,13 @@ from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment
-from pvg.game.asked import asked_in
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.prover_phase import ProverPhase, open_learner
+from pvg.game.roles import asked_in
 from pvg.game.run import check_prompts_fit
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -40,7 +41,6 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout
 from pvg.rollout import Setting, open_engine
 from pvg.rollout.engine import Engine
-from pvg.sections import Count, Section
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.bench.workloads.replay import RecordedBatch, prover_shards
+from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError
-from pvg.experiment import Experiment
 from pvg.game.roles import Render, assign_roles
 from pvg.game.seeds import draw_cyclic, generator_for, seed_for
+from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
+from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.store import RunDirectory
-from pvg.tasks.halves import problems_of_half
-from pvg.tasks.task import Task
+from pvg.tasks.task import Task, problems_of_half
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
 from pvg.training.losses import policy_loss
@@ -120,3 +124,41 @@ def digest_of(rows: Iterable[Int32]) -> str:
 def model_facts(model: LanguageModel) -> dict[str, Any]:
     """What a report says of a model."""
     return {"model": model.name, "parameters": model.num_parameters}
+
+
+# Llama models of any size with random weights, for benchmarks whose work must not depend on what a model has learnt.
+#
+# with tempfile.TemporaryDirectory() as folder:
+#     source = random_llama(Path(folder), width=256, layers=3, context=1024, seed=0)    # for models.prover.source
+
+HEAD = 32  # width of an attention head
+INNER = 2  # times the width: the hidden layer of the feed-forward part
+
+
+def random_llama(folder: Path, *, width: int, layers: int, context: int, seed: int) -> str:
+    """Write a model with modchain's tokenizer into `folder`; the source under which `open_model` reads it.
+
+    `width` is a multiple of HEAD. torch's global random state is left as it was.
+    """
+    name = f"random-llama-{width}x{layers}"
+    tokenizer = Tokenizer(modchain_tokenizer(), name)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=width,
+        intermediate_size=INNER * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD,
+        num_key_value_heads=width // HEAD,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = LlamaForCausalLM(config)
+    with LanguageModel(module, tokenizer, name) as model:
+        model.save(folder / name)
+    return str(folder / name)

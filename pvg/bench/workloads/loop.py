@@ -12,7 +12,7 @@ a tick is the time that any other work of the loop would have waited.
 
 No model computes anything: there is no sampling, no reference and no training, and scores are there at once.
 
-Four switches have a slow side, as research code does it (pvg.bench.workloads.loop_sides): `workload.encoding = "json"`
+Four switches have a slow side, as research code does it (pvg.bench.workloads.loop_engine): `workload.encoding = "json"`
 makes one JSON text of all records on the loop instead of an Arrow shard; `workload.commit = "loop"` writes the shard on
 the loop instead of in a thread; `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on
 the loop; and `rollout.grading = "loop"`, the product's own switch, decodes and grades on the loop.
@@ -42,23 +42,30 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.data_store import check_free_space
 from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
-from pvg.bench.workloads.loop_engine import RecordedEngine, RecordedJudge, RecordedScores, Stretching, recorded
-from pvg.bench.workloads.loop_sides import JsonLedger, OnTheLoop
-from pvg.experiment import Experiment
-from pvg.game.asked import asked_in
+from pvg.bench.workloads.loop_engine import (
+    JsonLedger,
+    OnTheLoop,
+    RecordedEngine,
+    RecordedJudge,
+    RecordedScores,
+    Stretching,
+    recorded,
+)
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Positive, Section
 from pvg.game.ledger import Ledger
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.orders import ProverOrders
 from pvg.game.players import Players
+from pvg.game.roles import asked_in
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.records import Group, Problem, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
-from pvg.sections import Count, Positive, Section
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor
+from pvg.telemetry.event_loop import LagWindow, LoopLagMonitor
 from pvg.telemetry.observer import PhaseInfo, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 from pvg.training.losses import PolicyObjective

@@ -1,61 +1,191 @@
-"""The pipeline: whole steps of the prover's training beside an engine in another process, whose latencies have a heavy
-tail and which at full load takes as long for a batch as the trainer does.
+"""`ChildEngine`: an `Engine` whose requests are served by a process of its own (pvg.bench.workloads.pipeline_child).
 
-    pvg bench --profile pipeline                # rollout.prefetch = 0 (in turns), 1, 2
-    pvg bench --profile pipeline --interleave   # the same, their samples taken in turn
-
-The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are the product's. The engine is
-a child process (pvg.bench.workloads.pipeline_child) that hands over real completions, sampled by the untrained prover
-when the workload opens, for all versions. So the trainer's work is real, and so are its waits.
-
-Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference, packing,
-forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game measure it; their
-engine answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as idle: waiting, scores,
-credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs, and the extra time of
-training that overlaps with other work. `derived` splits the idle time into these parts.
-
-The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, the engine delivers a
-batch in `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread of the samples
-includes theirs; sample i has the same latencies in all variants.
-
-A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured.
+What it says is real (completions that were sampled with the base prover), what it takes is not: see the child.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import orjson
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
-from pvg.bench.workloads.pipeline_engine import ChildEngine
-from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment
+from pvg.bench.workloads.pipeline_child import LONGEST_LINE
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Positive, Section
+from pvg.errors import ConfigurationError, StateError
 from pvg.game.orders import ProverOrders
 from pvg.game.prover_phase import ProverPhase, open_learner
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
-from pvg.records import Rollout
+from pvg.records import Rollout, Timing, VersionSpan
 from pvg.rollout import Setting
 from pvg.rollout.dispatcher import Dispatcher
-from pvg.rollout.engine import Sampling
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.sections import Count, Positive, Section
+from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
-from pvg.telemetry.spans import Span, Tracer, span, tracer_here
-from pvg.telemetry.training_time import TRAINING_PARTS
+from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
+
+
+class ChildEngine(Engine):
+    """`start` comes first. `batches`: how many it has completions for; what is asked of later ones begins again."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._version = 0
+        self._stats = EngineStats()
+        self._batches = 1
+        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._loaded: asyncio.Future[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    async def start(self, rollouts: Iterable[Rollout], batches: int) -> None:
+        """Start the process and give it what it will say. Ids of `rollouts` end in batch/group/index."""
+        self._batches = batches
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pvg.bench.workloads.pipeline_child",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LONGEST_LINE,
+        )
+        assert self._process.stdout is not None
+        self._reading = asyncio.create_task(self._read(self._process.stdout))
+        known = {self._key(r.id): (r.completion_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts}
+        self._say({"completions": known})
+        assert self._process.stdin is not None
+        await self._process.stdin.drain()
+
+    def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
+        """How long requests take from here on: `median_s` in the median, each as `draw` and its place say."""
+        self._say({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Raises StateError when the process has ended."""
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = future
+        sent = time.perf_counter()
+        self._say({"ask": self._key(request.id), "id": request.id})
+        try:
+            answer = await future
+        except asyncio.CancelledError:
+            self._say({"cancel": request.id})
+            raise
+        finally:
+            del self._waiting[request.id]
+        tokens = np.array(answer["tokens"], dtype=np.int32)
+        self._stats = replace(self._stats, tokens=self._stats.tokens + len(tokens), rows=self._stats.rows + 1)
+        return Completion(
+            request_id=request.id,
+            token_ids=tokens,
+            logprobs=np.array(answer["logprobs"], dtype=np.float32),
+            spans=tuple(VersionSpan(start, version) for start, version in answer["spans"]),
+            finish_reason=answer["finish"],
+            timing=Timing(max(0.0, time.perf_counter() - sent - answer["service_s"]), answer["service_s"]),
+        )
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        """The version alone travels: what an update of the weights takes is the `sync` profile's subject."""
+        began = time.perf_counter()
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._say({"version": update.version})
+        await self._loaded
+        self._version = update.version
+        wall_ms = (time.perf_counter() - began) * 1e3
+        return SyncTiming(update.version, wall_ms=wall_ms, rpc_ms=wall_ms)
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read(self, said: asyncio.StreamReader) -> None:
+        while line := await said.readline():
+            answer = orjson.loads(line)
+            if "version" in answer:
+                if self._loaded is not None and not self._loaded.done():
+                    self._loaded.set_result(None)
+            elif (future := self._waiting.get(answer["id"])) is not None and not future.done():
+                future.set_result(answer)
+        gone = StateError("The engine's process has ended.", "Look at what it said on standard error.")
+        left: list[asyncio.Future[Any]] = [*self._waiting.values()]
+        if self._loaded is not None:
+            left.append(self._loaded)
+        for waiting in left:
+            if not waiting.done():
+                waiting.set_exception(gone)
+                waiting.exception()  # seen: there may be nobody left to tell
+
+    def _key(self, request_id: str) -> str:
+        _, batch, group, index = request_id.rsplit("/", 3)
+        return f"{int(batch) % self._batches:05d}/{group}/{index}"
+
+    def _say(self, message: dict[str, Any]) -> None:
+        if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
+            raise StateError("The engine's process has ended.", "Look at what it said on standard error.")
+        self._process.stdin.write(orjson.dumps(message) + b"\n")
+
+
+# The pipeline: whole steps of the prover's training beside an engine in another process, whose latencies have a heavy
+# tail and which at full load takes as long for a batch as the trainer does.
+#
+#     pvg bench --profile pipeline                # rollout.prefetch = 0 (in turns), 1, 2
+#     pvg bench --profile pipeline --interleave   # the same, their samples taken in turn
+#
+# The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are the product's. The engine
+# is a child process (pvg.bench.workloads.pipeline_child) that hands over real completions, sampled by the untrained
+# prover when the workload opens, for all versions. So the trainer's work is real, and so are its waits.
+#
+# Useful work is the time that the training of the same steps takes synchronously: log-probs of the reference,
+# packing, forward and backward passes, optimizer. Before each sample, `calibration` steps of a synchronous game
+# measure it; their engine answers at once. `trainer_idle` = 1 - useful work / wall time. All other time counts as
+# idle: waiting, scores, credit, publishing and bookkeeping. Two parts exist only in a pipeline: recomputed log-probs,
+# and the extra time of training that overlaps with other work. `derived` splits the idle time into these parts.
+#
+# The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, the engine
+# delivers a batch in `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread
+# of the samples includes theirs; sample i has the same latencies in all variants.
+#
+# A sample is `fill` steps, in which the pipeline fills, and `steps` that are measured.
 
 FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead, and instead of what was dropped
 

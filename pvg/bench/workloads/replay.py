@@ -15,7 +15,7 @@ import numpy as np
 from pvg.errors import StateError, UsageError
 from pvg.records import Rollout
 from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo, read_json_lines
-from pvg.telemetry.training_time import trained_seconds
+from pvg.telemetry.spans import trained_seconds
 
 PHASE = "train_prover"
 

@@ -1,56 +1,137 @@
-"""How a step's cost grows: whole steps of the game with work that is known, and that one setting makes larger.
+"""The most memory that this process held while something ran.
 
-    pvg bench --profile scaling-rollouts      # and scaling-length, scaling-model
-    python docs/make_benchmarks.py            # fits the exponents
+with PeakMemory() as peak:
+    work()
+peak.megabytes
 
-A step as in the e2e workload, with two differences. Every completion has rollout.max_tokens tokens, whatever is
-sampled. And prover and verifier are Llama models of the same size with random weights, made when the workload opens:
-what a step costs does not depend on what they have learnt. So that no gradient is 0, the verifier's weights are not
-quite those of its start, and the profiles pay a malformed solution (random tokens are nothing else) by its score.
-
-The measures are the seconds of each part of a step, `rest` being what no other part names (credit, packing, records,
-what is unaccounted), and the most memory that the process held. Beside them stands, in `derived`, each part's work,
-which follows from the sizes alone:
-
-- floating-point operations of prefill, decode, score, reference and forward_backward (pvg.bench.flops). Prompts count
-  once per group; a backward pass is two forward passes; a score of the implicit head takes two. In decoding a token
-  looks at those before it, elsewhere at all of its row, as in the trainer workload;
-- numbers read in decode beside its operations: in each step all weights once for all rows, and for each row all keys
-  and values before it, each for a single token. Memory, not arithmetic, is what long rows wait for;
-- parameters for optimizer and sync;
-- completion tokens for dispatch (asking the engine, grading) and rest, which touch every rollout and every token.
+Resident memory: of the Python process with everything it has loaded. What the allocator keeps of memory that was freed
+before counts too.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 
 from pvg.bench.flops import ModelSize
-from pvg.bench.memory import PeakMemory
 from pvg.bench.profile import BenchSettings, workload_settings
+from pvg.bench.statistics import Contrast, contrast_of_medians
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads import e2e
-from pvg.bench.workloads.random_models import HEAD, random_llama
+from pvg.bench.workloads.fixtures import HEAD, random_llama
 from pvg.bench.workloads.rollout import dispatcher
+from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.sections import Count
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment
 from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel
-from pvg.sections import Count
 from pvg.telemetry.observer import Progress
 from pvg.telemetry.spans import Tracer, run_in, span
+
+EVERY_S = 0.01  # a look takes some 20 microseconds; what lives for less than this may be missed
+
+
+class PeakMemory:
+    """A context manager. A thread of its own looks every EVERY_S, and so do the beginning and the end."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._ended = threading.Event()
+        self._most = 0
+
+    @property
+    def megabytes(self) -> float:
+        return self._most / 1e6
+
+    def __enter__(self) -> PeakMemory:
+        self._look()
+        self._thread = threading.Thread(target=self._watch, name="pvg-memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        self._most = max(self._most, self._process.memory_info().rss)
+
+
+# How a cost grows: the exponent p of cost = c x^p, fitted to samples taken at several sizes x.
+#
+#     grown = upper_range([64, 128, 256, 512, 1024])          # [256, 512, 1024]
+#     exponent_of(grown, samples)                             # Contrast(value=1.02, low=0.98, high=1.06)
+#
+# p is the slope of a least-squares line through the logs of the medians. Small sizes mostly cost what any size costs,
+# so the fit is to the upper part of the range. The interval knows the spread of the samples, not how well a power law
+# fits.
+
+
+def upper_range(sizes: Sequence[float]) -> list[float]:
+    """The sizes from the geometric middle of the range on. Raises ValueError with fewer than two sizes."""
+    if len(set(sizes)) < 2:
+        raise ValueError(f"how a cost grows cannot be told from the sizes {list(sizes)}")
+    middle = math.sqrt(min(sizes) * max(sizes))
+    return sorted(size for size in sizes if size >= middle * (1 - 1e-9))
+
+
+def exponent_of(sizes: Sequence[float], samples: Sequence[Sequence[float]]) -> Contrast:
+    """p, with its interval at 95 %; `samples[i]` were taken at `sizes[i]`. A single exact value per size (a count of
+    work) has an infinite interval: its value is all there is.
+
+    Raises ValueError for fewer than two sizes, and for sizes or samples that are not above 0.
+    """
+    if len(set(sizes)) < 2 or min(sizes) <= 0:
+        raise ValueError(f"no exponent can be fitted to the sizes {list(sizes)}")
+    logs = [math.log(size) for size in sizes]
+    mean = sum(logs) / len(logs)
+    square = sum((log - mean) ** 2 for log in logs)
+    return contrast_of_medians(samples, [(log - mean) / square for log in logs])
+
+
+# How a step's cost grows: whole steps of the game with work that is known, and that one setting makes larger.
+#
+#     pvg bench --profile scaling-rollouts      # and scaling-length, scaling-model
+#     python docs/make_benchmarks.py            # fits the exponents
+#
+# A step as in the e2e workload, with two differences. Every completion has rollout.max_tokens tokens, whatever is
+# sampled. And prover and verifier are Llama models of the same size with random weights, made when the workload
+# opens: what a step costs does not depend on what they have learnt. So that no gradient is 0, the verifier's weights
+# are not quite those of its start, and the profiles pay a malformed solution (random tokens are nothing else) by its
+# score.
+#
+# The measures are the seconds of each part of a step, `rest` being what no other part names (credit, packing,
+# records, what is unaccounted), and the most memory that the process held. Beside them stands, in `derived`, each
+# part's work, which follows from the sizes alone:
+#
+# - floating-point operations of prefill, decode, score, reference and forward_backward (pvg.bench.flops). Prompts count
+#   once per group; a backward pass is two forward passes; a score of the implicit head takes two. In decoding a token
+#   looks at those before it, elsewhere at all of its row, as in the trainer workload;
+# - numbers read in decode beside its operations: in each step all weights once for all rows, and for each row all keys
+#   and values before it, each for a single token. Memory, not arithmetic, is what long rows wait for;
+# - parameters for optimizer and sync;
+# - completion tokens for dispatch (asking the engine, grading) and rest, which touch every rollout and every token.
 
 # The parts of a step that are told, each with the spans whose seconds it sums.
 PARTS: Mapping[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
-from pvg.weights import SyncTiming, WeightUpdate
+from pvg.servers.update import SyncTiming, WeightUpdate
 
 
 class StandInEngine(Engine):

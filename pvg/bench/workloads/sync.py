@@ -36,10 +36,10 @@ from pvg.bench.workloads.sync_load import (
     time_measures,
     times,
 )
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment
 from pvg.rollout.engine import Sampling
-from pvg.sections import Count, Section
 from pvg.telemetry.spans import span
 
 MEASURES: dict[str, Measure] = (

@@ -16,17 +16,17 @@ import numpy as np
 
 from pvg.bench.workload import Measure
 from pvg.bench.workloads.fixtures import digest_of, model_facts
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.records import Int32, Role
 from pvg.rollout.dispatcher import request_seed
 from pvg.rollout.engine import Engine, GenerationRequest, Sampling
+from pvg.servers.publisher import Publisher
+from pvg.servers.update import SyncTiming
 from pvg.tasks import open_task
-from pvg.tasks.halves import problems_of_half
-from pvg.weights.publisher import Publisher
-from pvg.weights.update import SyncTiming
+from pvg.tasks.task import problems_of_half
 
 if TYPE_CHECKING:
     from torch import Tensor

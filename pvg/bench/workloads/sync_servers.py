@@ -41,11 +41,11 @@ from pvg.bench.workloads.sync_load import (
     time_measures,
     times,
 )
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Section
 from pvg.errors import ServerUnavailableError
-from pvg.experiment import Experiment
 from pvg.rollout.engine import Sampling
-from pvg.sections import Count, Section
-from pvg.telemetry.loop_lag import LagWindow, LoopLagMonitor
+from pvg.telemetry.event_loop import LagWindow, LoopLagMonitor
 from pvg.telemetry.spans import span
 
 SPARE = 50  # connections that no stream needs: more than all updates and probes at once

@@ -25,7 +25,7 @@ from pathlib import Path
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads import e2e
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.monitoring import Monitoring

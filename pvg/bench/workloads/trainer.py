@@ -9,7 +9,7 @@ with the forward passes that the experiment asks for beside it: the KL's referen
 again where `rollout.logprobs` says so. The learning rate is 0. AdamW does the same work at any rate, and the weights
 stay those that the batches were made for: each sample computes what the first one computed, however many there are.
 
-MFU is the share of this machine's own matmul rate (pvg.bench.machine) that goes into floating-point operations which
+MFU is the share of this machine's own matmul rate (pvg.bench.flops) that goes into floating-point operations which
 the work cannot do without: 6 N T + 6 H C + 12 l d S for forward and backward, and a third of that for a reference's
 forward, with N parameters of the layers, T tokens that are no padding, H parameters of the head, which only the C
 completion tokens need, l layers, d = heads x head size, and S the sum over the sequences of their squared lengths
@@ -33,19 +33,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from pvg.bench.flops import ModelSize
-from pvg.bench.machine import matmul_gflops
+from pvg.bench.flops import ModelSize, matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.bench.workloads.replay import recorded_batches, rewards_of
+from pvg.config.experiment import Experiment, build_experiment
+from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment, build_experiment
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_learner
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
-from pvg.sections import Count, Section
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch

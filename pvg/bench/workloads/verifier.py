@@ -32,8 +32,10 @@ from torch.cuda import synchronize
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workload import Measure, Workload
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Count, Section
+from pvg.config.sections import Verifier as VerifierSection
 from pvg.errors import ConfigurationError
-from pvg.experiment import Experiment
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.game.seeds import draw_cyclic, generator_for, seed_for
@@ -41,16 +43,13 @@ from pvg.game.verifier_phase import optimizer_settings
 from pvg.models.heads import VerifierModel
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.sections import Count, Section
-from pvg.sections import Verifier as VerifierSection
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks import open_task
-from pvg.tasks.halves import problems_of_half
+from pvg.tasks.task import problems_of_half
 from pvg.telemetry.spans import span
 from pvg.training.trainer import Trainer
-from pvg.verifier.batch import VerifierBatch
-from pvg.verifier.data import PairSource
+from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScorerStats
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pvg.config.sections import Telemetry
 from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, LagLimits
 from pvg.reporting.diagnosis.sketches import RELATIVE_ERROR, Related
 from pvg.reporting.diagnosis.tally import Tally, read_logs
-from pvg.sections import Telemetry
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 

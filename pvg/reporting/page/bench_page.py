@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pvg.bench.gains import Gain, gains
+from pvg.bench.compare import Gain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.figures import ABSENT, Style, compact, duration, styled, total_budget

@@ -8,9 +8,10 @@ import time
 from dataclasses import dataclass
 
 import pvg
+from pvg.config.experiment import Experiment
+from pvg.config.sections import Store
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.experiment import Experiment
 from pvg.reporting.examples import Pairing, side_by_side
 from pvg.reporting.figures import HOME, duration, figure, percent, phase_label, shown, styled
 from pvg.reporting.page.charts import spark
@@ -26,7 +27,6 @@ from pvg.reporting.page.timing import overlap_section, time_section
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.scores import RoundScores, round_scores
 from pvg.reporting.timeline import Window, choose_windows, read_windows
-from pvg.sections import Store
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import UNACCOUNTED

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
+from pvg.config.sections import TASKS
 from pvg.reporting.page.document import Section, details
 from pvg.reporting.page.markup import Html, Piece, table, tag
-from pvg.sections import TASKS
 
 UNSET = "unset"
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pvg.config.sections import Serving
 from pvg.errors import (
     ConfigurationError,
     MissingRequirementError,
@@ -34,30 +35,31 @@ from pvg.errors import (
 )
 from pvg.records import Float32, Int32, Timing, VersionSpan
 from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
-from pvg.rollout.vllm.cutting import Flight, Flights, joined, remainder
 from pvg.rollout.vllm.wire import (
     GENERATE,
+    Flight,
+    Flights,
     Generated,
     Stretch,
     generation,
+    joined,
     prompt_scoring,
     read_generated,
     read_prompt_logprobs,
+    remainder,
 )
-from pvg.sections import Serving
-from pvg.serving.control import ControlClient, Delivery, ServerInfo, check_shape
-from pvg.serving.fleet import Fleet, Server, StaleWeights
-from pvg.serving.labels import BROKEN, Label, Session, salt
-from pvg.serving.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
+from pvg.servers.canary import Canary, Checksums, Expected
+from pvg.servers.control import ControlClient, Delivery, ServerInfo, check_shape
+from pvg.servers.fleet import Fleet, Server, StaleWeights
+from pvg.servers.labels import BROKEN, Label, Session, salt
+from pvg.servers.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
+from pvg.servers.transports.transport import Transport
+from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import run_in
-from pvg.weights import SyncTiming, WeightUpdate
-from pvg.weights.canary import Canary, Expected
-from pvg.weights.checksums import Checksums
-from pvg.weights.transports.transport import Transport
 
 if TYPE_CHECKING:
-    from pvg.weights.transports.adapters import AdapterTransport
+    from pvg.servers.transports.adapters import AdapterTransport
 
 LONG_REPLY = 1 << 18  # bytes that take some milliseconds to read: 2,000 tokens with their log-probs
 LOAD_EVERY_S = 1.0  # between two lines about the requests in flight

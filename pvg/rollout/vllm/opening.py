@@ -8,19 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pvg.experiment import Experiment
+from pvg.config.experiment import Experiment
 from pvg.records import Int32
 from pvg.rollout.episodes import completion_room
 from pvg.rollout.vllm.engine import Needs, VllmEngine
-from pvg.serving.control import ControlClient
-from pvg.serving.keys import control_key
-from pvg.serving.labels import Session
-from pvg.serving.limits import ConnectionLimits
-from pvg.serving.pool import HttpPool
+from pvg.servers.canary import TOLERANCE, Canary, Checksums, greedy_sequences, reference_logprobs
+from pvg.servers.control import ControlClient
+from pvg.servers.keys import control_key
+from pvg.servers.labels import Session
+from pvg.servers.pool import ConnectionLimits, HttpPool
+from pvg.servers.transports import open_transport
 from pvg.telemetry.events import Events
-from pvg.weights.canary import TOLERANCE, Canary, greedy_sequences, reference_logprobs
-from pvg.weights.checksums import Checksums
-from pvg.weights.transports import open_transport
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel

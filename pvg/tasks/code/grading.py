@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pvg.records import Checks, Grade, Problem
 from pvg.sandbox import DETERMINISTIC, CaseResult, Execution, Program, Sandbox, same
 from pvg.tasks.code.inputs import case_of, check_program
-from pvg.tasks.code.problem import CodeProblem, code_of
-from pvg.tasks.code.solutions import extract_code, read_certificate
+from pvg.tasks.code.problem import CodeProblem, code_of, extract_code, read_certificate
 
 UNLOADED = frozenset({"error", "memory"})  # statuses of what failed before its first case
 TWICE = 2  # a flaw is shown after the tests

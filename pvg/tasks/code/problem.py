@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from pvg.records import Problem
 from pvg.sandbox import Program
@@ -80,3 +81,83 @@ def shown_output(output: Any) -> str:
     if isinstance(output, list):
         return "[" + ", ".join(map(shown_output, output)) + "]"
     return repr(output)
+
+
+# What a completion holds: code, and with the sneaky role a certificate, which the verifier must not read.
+#
+#     some words
+#     ```python
+#     def add_up(numbers): ...
+#     ```
+#     CERTIFICATE: [[3, 1, 2]]
+#
+# The certificate names an input on which the code is wrong: a JSON list of arguments, or a JSON text for standard
+# input. What is shown to a verifier ends where the word first stands, wherever that is: a certificate that is not
+# written as it should be proves nothing, and would still tell whose solution it is. The code is looked for in that
+# part alone: what is graded is what the verifier reads.
+
+LONGEST_CERTIFICATE = 4000
+WORD = "certificate"
+# With the bullets, comment signs or stars before it on its line.
+MENTION = re.compile(rf"(?:^[ \t>*_#`~-]{{0,12}})?{WORD}", re.IGNORECASE | re.MULTILINE)
+COLON = re.compile(r"[ \t*_`]{0,6}:[*_`]{0,3}")
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
+PYTHON = frozenset({"", "python", "python3", "py"})
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The input that was named, or the `complaint` that there is none in what was written."""
+
+    value: Any = None
+    complaint: str = ""
+
+
+def shown(completion: str) -> str:
+    """What a verifier may read of a completion."""
+    found = MENTION.search(completion)
+    return (completion[: found.start()] if found else completion).rstrip()
+
+
+def extract_code(completion: str) -> str:
+    """The last fenced Python block of what is shown, the whole of it where nothing is fenced; "" for no code. A fence
+    that is not closed runs to the end."""
+    text = shown(completion)
+    blocks: list[str] = []
+    opened: tuple[str, str, int] | None = None  # fence, language, where its text starts
+    for mark in FENCE.finditer(text):
+        fence, language = mark.group(1), mark.group(2).lower()
+        if opened is None:
+            opened = (fence, language, mark.end() + 1)
+        elif fence[0] == opened[0][0] and len(fence) >= len(opened[0]) and not language:
+            if opened[1] in PYTHON:
+                blocks.append(text[opened[2] : mark.start()])
+            opened = None
+    if opened is not None and opened[1] in PYTHON:
+        blocks.append(text[opened[2] :])
+    if blocks or FENCE.search(text):
+        return next((block for block in reversed(blocks) if block.strip()), "").rstrip()
+    return text
+
+
+def read_certificate(completion: str) -> Certificate | None:
+    """What the line names on which the word first stands; None where it stands nowhere."""
+    found = MENTION.search(completion)
+    if found is None:
+        return None
+    colon = COLON.match(completion, found.end())
+    if colon is None or completion[: found.start()][-1:] not in ("", "\n"):
+        return Certificate(complaint="its certificate stands on no line of its own")
+    written = completion[colon.end() :].partition("\n")[0].strip().strip("`").strip()
+    if not written:
+        return Certificate(complaint="its certificate names nothing")
+    if len(written) > LONGEST_CERTIFICATE:
+        return Certificate(complaint="its certificate is far too long")
+    try:
+        return Certificate(json.loads(written, parse_constant=_no_number))
+    except (ValueError, RecursionError):
+        return Certificate(complaint="its certificate is not JSON")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(name)

@@ -33,8 +33,7 @@ import orjson
 from pvg.errors import ConfigurationError
 from pvg.inputs import check_regular
 from pvg.sandbox import plain
-from pvg.tasks.code.problem import CodeProblem, CodeTest
-from pvg.tasks.code.solutions import WORD
+from pvg.tasks.code.problem import WORD, CodeProblem, CodeTest
 
 
 class UnusableError(ValueError):

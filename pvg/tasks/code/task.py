@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from pvg.config.sections import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox
-from pvg.sections import CodeTask
 from pvg.tasks.code.grading import grade_solutions, passed
-from pvg.tasks.code.making import made_problems
-from pvg.tasks.code.problem import CodeTest, make_problem
+from pvg.tasks.code.problem import CodeTest, extract_code, make_problem, shown
 from pvg.tasks.code.reading import Entry, UnusableError, read_entries
-from pvg.tasks.code.solutions import extract_code, shown
+from pvg.tasks.code.templates import made_problems
 
 REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for problems that are made."
 WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # a machine that is busy ten times over changes no verdict

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 from problems_of_tests import FOUND, OWN, SUBTLE, fenced, write_rows
 
+from pvg.config.sections import CodeTask
 from pvg.errors import MissingRequirementError
 from pvg.records import Checks, Grade, Problem
 from pvg.sandbox import isolation
-from pvg.sections import CodeTask
 from pvg.tasks import open_task
 from pvg.tasks.code import Code
 from pvg.tasks.code.problem import CODE, code_of

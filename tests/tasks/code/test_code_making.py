@@ -8,13 +8,12 @@ import sys
 
 import pytest
 
+from pvg.config.sections import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Half, Problem
-from pvg.sections import CodeTask
-from pvg.tasks.code.making import HIDDEN_TESTS, made_problems
 from pvg.tasks.code.problem import code_of
-from pvg.tasks.code.templates import TEMPLATES
-from pvg.tasks.halves import half_of
+from pvg.tasks.code.templates import HIDDEN_TESTS, TEMPLATES, made_problems
+from pvg.tasks.task import half_of
 
 SECTION = CodeTask()
 
@@ -66,7 +65,9 @@ def test_test_problems_stay_when_others_are_asked_for() -> None:
 
 
 def test_another_process_makes_the_same() -> None:
-    told = "import hashlib; from pvg.sections import CodeTask; from pvg.tasks.code.making import made_problems;"
+    told = (
+        "import hashlib; from pvg.config.sections import CodeTask; from pvg.tasks.code.templates import made_problems;"
+    )
     told += "print(hashlib.sha256(repr(made_problems(CodeTask(), 'test')).encode()).hexdigest())"
     ran = [subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True) for _ in range(2)]
     assert ran[0].stdout == ran[1].stdout

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from problems_of_tests import OWN, fenced, write_rows
 
+from pvg.config.sections import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.sections import CodeTask
 from pvg.tasks.code import Code
 from pvg.tasks.code.problem import code_of
 from pvg.tasks.code.reading import Entry, UnusableError, read_entries

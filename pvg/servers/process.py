@@ -1,0 +1,379 @@
+"""How far a starting vLLM has come, told by its own log.
+
+    log = LogTail(path)
+    for stage in log.new_stages(): ...
+
+vLLM writes in the words of its release. A line that none of ours knows changes nothing but the stage that is shown: a
+server is ready when it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
+from pvg.servers import supervisor
+from pvg.servers.command import ServerSpec
+from pvg.servers.control import Figures, read_figures
+from pvg.servers.keys import KEY_VARIABLE
+from pvg.servers.pool import ConnectionLimits, HttpPool, Refused, ServerFault
+
+LAST_LINES = 20  # of a server that failed
+# What stands before a line of vLLM's: (EngineCore pid=12) INFO 11-21 14:08:34 [core.py:133]
+PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+# The stages, in their order, each with the lines that begin it and what of them is worth showing.
+STAGES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("reading the settings", re.compile(r"non-default args|\bversion (?P<detail>\d+\.\d+\S*)$")),
+    ("starting the engine", re.compile(r"Resolved architecture: (?P<detail>\w+)|Initializing a V1 LLM engine")),
+    (
+        "loading weights",
+        re.compile(r"Starting to load model|checkpoint shards: +(?P<detail>\d+%)|Loading weights took"),
+    ),
+    (
+        "compiling",
+        re.compile(r"Dynamo bytecode transform|Compiling a graph|Cache the graph|Warming up model for the comp"),
+    ),
+    ("making room for the KV cache", re.compile(r"KV cache size: (?P<detail>[\d,]+ tokens)|for KV cache on node")),
+    ("capturing CUDA graphs", re.compile(r"Capturing CUDA graph\w*[^:]*: +(?P<detail>\d+%)")),
+    ("opening the port", re.compile(r"Starting vLLM (API )?server|Waiting for application startup")),
+)
+STARTING = "importing vLLM"
+FIRST_REQUEST = "answering a first request"
+READY = "ready"
+ALL_STAGES = (STARTING, *(name for name, _ in STAGES), FIRST_REQUEST, READY)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the start is. `detail` is what the server said of it; `place` counts along ALL_STAGES."""
+
+    name: str
+    detail: str = ""
+
+    @property
+    def place(self) -> int:
+        return ALL_STAGES.index(self.name)
+
+
+def stage_of(line: str) -> Stage | None:
+    """The stage that a line of the log begins, or tells more of."""
+    for name, pattern in STAGES:
+        if found := pattern.search(line):
+            return Stage(name, found.groupdict().get("detail") or "")
+    return None
+
+
+class LogTail:
+    """Reads what is appended to a server's log, from where it ends now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place = path.stat().st_size if path.exists() else 0
+        self._began = self._place
+        self._rest = b""
+        self._stage = Stage(STARTING)
+
+    def new_stages(self) -> Iterator[Stage]:
+        """The stages that the log has come to since the last call. Never one that lies behind: a worker may be
+        slower than the others."""
+        for line in self._new_lines():
+            stage = stage_of(line)
+            if stage is None or stage.place < self._stage.place or stage == self._stage:
+                continue
+            if stage.name == self._stage.name and not stage.detail:
+                continue
+            self._stage = stage
+            yield stage
+
+    def last_lines(self, count: int = LAST_LINES) -> list[str]:
+        """The last lines that say something, without colours: from the traceback of the process that failed first,
+        where there is one, since those of the others only say that it did."""
+        with self.path.open("rb") as file:
+            file.seek(self._began)
+            lines = [_plain(line) for line in file.read().decode(errors="replace").splitlines()]
+        told = [line for line in lines if line.strip()]
+        for place, line in enumerate(told):
+            if ROOT_CAUSE.search(PREFIX.sub("", line)):
+                return told[max(0, place + 1 - count) : place + 1]
+        return list(deque(told, maxlen=count))
+
+    def _new_lines(self) -> list[str]:
+        with self.path.open("rb") as file:
+            file.seek(self._place)
+            data = file.read()
+        self._place += len(data)
+        *lines, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+        return [_plain(line.decode(errors="replace")) for line in lines]
+
+
+# The end of a traceback: the exception, at the start of what a line says.
+ROOT_CAUSE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*:|error: ")
+
+
+def _plain(line: str) -> str:
+    return ESCAPES.sub("", line).rstrip()
+
+
+def said(line: str) -> str:
+    """A line without what vLLM puts before it."""
+    return PREFIX.sub("", line)
+
+
+# `VllmServer`: a vLLM server that this process started, and that ends with it.
+#
+#     async with VllmServer.start(spec, on_progress=print) as server:
+#         ...  # server.url answers, and has answered a first request
+#         await server.ended()  # raises ServerFailedError when the server ends by itself
+#
+# Invariant: when the block is left, however, no process of the server is left; when this process is killed, neither
+# (pvg.servers.supervisor). The key of its control routes is in its environment, and on no command line.
+
+GRACE_S = 20.0  # for vLLM to end in order
+POLL_S = 0.2  # between two looks at a starting server
+HEALTH_S = 5.0  # for one answer to "are you there"
+CONNECT_S = 5.0
+GONE_S = 40.0  # for the last process of a server that ends: supervisor.KILL_S, and the guard's look
+BOOT_VARIABLE = "PVG_BOOT"  # read by pvg_vllm
+TOO_OLD = "unrecognized arguments"
+
+OnProgress = Callable[[Stage], None]
+
+
+class ServerFailedError(ServerUnavailableError):
+    """A server of ours that did not start, or ended by itself. `lines`: the last ones it wrote."""
+
+    def __init__(self, message: str, remedy: str, lines: list[str]) -> None:
+        super().__init__(message, remedy)
+        self.lines = lines
+
+
+class VllmServer:
+    """One running server. `pid` is vLLM's own; `stop` it, or leave the block of `start`."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.pid = 0
+        self.key = spec.environment[KEY_VARIABLE]
+        self.pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=CONNECT_S, key=self.key, fresh=True)
+        self.boot = ""  # of the running one, as it tells it in /pvg/info
+        self._log = LogTail(spec.log)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exit: int | None = None  # vLLM's, negative for a signal
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
+
+    @classmethod
+    @asynccontextmanager
+    async def start(cls, spec: ServerSpec, on_progress: OnProgress | None = None) -> AsyncIterator[VllmServer]:
+        """Start the server, wait until it has answered a first request, and stop it when the block is left.
+
+        Raises ConfigurationError when the port is taken, ServerFailedError when the server ends, or is not ready
+        within `spec.startup_s`.
+        """
+        check_port(spec.host, spec.port)
+        server = cls(spec)
+        try:
+            await server._start(on_progress or (lambda stage: None))
+            yield server
+        finally:
+            await server.stop()
+
+    async def ended(self) -> None:
+        """Wait until the server ends by itself, which it should not: always raises ServerFailedError."""
+        while self._poll() is None:  # noqa: ASYNC110  (a process that ends sets no event)
+            await asyncio.sleep(POLL_S)
+        raise self._failure("ended")
+
+    async def figures(self) -> Figures:
+        """How busy it is. Raises a ServerFault."""
+        reply = await self.pool.request("GET", f"{self.url}/metrics", timeout_s=HEALTH_S)
+        return read_figures(reply.body.decode(errors="replace"))
+
+    async def stop(self) -> None:
+        """End the server and all its processes. Stopping twice does nothing."""
+        await self.pool.close()
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        if process.stdin is not None:
+            process.stdin.close()  # the lifeline: if we are cancelled or killed from here on, it ends all the same
+        deadline = time.monotonic() + GRACE_S + GONE_S
+        while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S / 4)
+        await _end_session(process.pid)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    async def _start(self, on_progress: OnProgress) -> None:
+        began = time.monotonic()
+        on_progress(Stage(STARTING))
+        self._process = self._spawn()
+        deadline = began + self.spec.startup_s
+        while not await self._healthy():
+            for stage in self._log.new_stages():
+                on_progress(stage)
+            self._check(deadline)
+            await asyncio.sleep(POLL_S)
+        on_progress(Stage(FIRST_REQUEST))
+        await self._watched(self._first_request(), deadline)
+        on_progress(Stage(READY))
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        self.spec.log.touch()
+        self.boot = secrets.token_hex(8)
+        command = [sys.executable, "-I", "-S", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
+        try:
+            process = subprocess.Popen(
+                [*command, *self.spec.command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**self.spec.environment, BOOT_VARIABLE: self.boot},
+                start_new_session=True,  # Ctrl-C is for us, and we end it
+            )
+        except OSError as error:
+            raise MissingRequirementError(f"vLLM cannot be started: {error.strerror}.", "See `pvg doctor`.") from error
+        if process.stdout is not None:
+            os.set_blocking(process.stdout.fileno(), False)
+        return process
+
+    async def _healthy(self) -> bool:
+        """Whether our server answers, and its engine. One that is not there yet refuses the connection; another one,
+        which took the port in the meantime, has another boot."""
+        with contextlib.suppress(ServerFault):
+            await self.pool.request("GET", f"{self.url}/health", timeout_s=HEALTH_S)
+            told = (await self.pool.request("GET", f"{self.url}/pvg/info", timeout_s=HEALTH_S)).json()
+            return isinstance(told, dict) and told.get("boot") == self.boot
+        return False
+
+    async def _first_request(self) -> None:
+        """What vLLM compiles at its first request, it compiles now."""
+        for path, body in first_requests(self.spec):
+            try:
+                await self.pool.request("POST", self.url + path, body, timeout_s=None)
+            except Refused as error:
+                raise self._failure(f"refused its first request ({error.what[:200]})") from error
+            except ServerFault as error:
+                raise self._failure(f"did not answer its first request ({error.what[:200]})") from error
+
+    async def _watched(self, work: Any, deadline: float) -> None:
+        """Await `work` while the server lives and its time is not over."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._check(deadline)
+                await asyncio.wait([task], timeout=POLL_S)
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _check(self, deadline: float) -> None:
+        if self._poll() is not None:
+            raise self._failure("ended before it was ready")
+        if time.monotonic() > deadline:
+            raise self._failure(
+                f"was not ready after {self.spec.startup_s:g} s", "Give it more time: --set serving.startup_s=SECONDS"
+            )
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> int | None:
+        """The exit code of vLLM, or of its supervisor, when one of them has ended."""
+        process = self._process
+        if process is None:
+            return 0
+        ended = process.poll()
+        self._listen(process.stdout)
+        return ended if self._exit is None else self._exit
+
+    def _listen(self, said_by: IO[bytes] | None) -> None:
+        """What the supervisor wrote: `pid N`, `exit CODE`."""
+        data = (said_by.read() if said_by is not None else None) or b""
+        for line in data.decode().splitlines():
+            what, _, number = line.partition(" ")
+            if what == "pid":
+                self.pid = int(number)
+            elif what == "exit":
+                self._exit = int(number)
+
+    def _failure(self, what: str, remedy: str = "") -> ServerFailedError:
+        lines = self._log.last_lines() if self.spec.log.exists() else []
+        how = "" if self._exit is None else f" ({_exit_in_words(self._exit)})"
+        reason = next((f": {said(line)}" for line in reversed(lines[-1:]) if "rror" in line), "")
+        if any(TOO_OLD in line for line in lines):
+            remedy = f"vLLM {self.spec.interpreter.vllm} is too old, or serving.extra_args holds a mistake; 0.32 works."
+        return ServerFailedError(
+            f"The server {what}{how}{reason[:300]}.", remedy or f"All it wrote: {self.spec.log}", lines
+        )
+
+
+def _exit_in_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+
+
+async def _end_session(session: int) -> None:
+    """What a killed supervisor, or one that gave up, has left."""
+    deadline = time.monotonic() + GONE_S
+    while (left := supervisor.members(session) - {session}) and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(session, signal.SIGKILL)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigurationError when nobody can be served at `port` of `host`: it is taken, or not ours."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM binds: an old server's leftovers
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise ConfigurationError(f"--host {host} names no address of this machine: {error.strerror}.") from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"Port {port} of {host} cannot be used: {error.strerror}.",
+            "Choose another with --port, or stop what listens there.",
+        ) from None
+
+
+def first_requests(spec: ServerSpec) -> list[tuple[str, Mapping[str, Any]]]:
+    """One request of each sort that a run makes: route and body. Ids 0 to 2 are in every vocabulary."""
+    if spec.runner == "pooling":
+        return [("/classify", {"model": spec.model, "input": [0, 1, 2]})]
+    sampling = {"max_tokens": 2, "logprobs": 0, "seed": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
+    body = {"model": spec.model, "token_ids": [0, 1, 2], "stream": False, "cache_salt": "first-request"}
+    route = "/inference/v1/generate"
+    scoring = {**sampling, "max_tokens": 1, "prompt_logprobs": 0}
+    return [(route, {**body, "sampling_params": sampling}), (route, {**body, "sampling_params": scoring})]

@@ -1,0 +1,200 @@
+"""The routes below /pvg: what a server is, new weights, adapters.
+
+New weights: the engine is paused between two steps, its workers load, its weight version becomes the label, it goes on.
+Requests in flight are kept. Unless the call says `"keep_kv": true`, the keys and values of old weights are dropped with
+the whole prefix cache, and requests in flight compute theirs again under the new weights: so every token is sampled
+from exactly the weights that its label names, whatever the client salted its prompts with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .events import tell
+from .labels import BROKEN, Label, check_order, check_session
+from .refusal import Refusal
+from .weights_folder import adapter_folder, weight_files
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: vLLM's application state, the body, the client's trace id."""
+
+    state: Any
+    body: dict[str, Any]
+    trace: str
+
+    def text(self, key: str) -> str:
+        """A string of the body. Raises a Refusal."""
+        value = self.body.get(key)
+        if not isinstance(value, str) or not value or len(value) > 4096:
+            raise Refusal(400, "bad_request", f"{key!r} must be a string.")
+        return value
+
+    def switch(self, key: str) -> bool:
+        value = self.body.get(key, False)
+        if not isinstance(value, bool):
+            raise Refusal(400, "bad_request", f"{key!r} must be true or false.")
+        return value
+
+    def label(self) -> Label:
+        """Raises a Refusal for what is no label of a session and a version."""
+        text = self.text("label")
+        if (found := Label.parse(text)) is None:
+            raise Refusal(422, "bad_label", f"{text!r} is no label: SESSION/VERSION, where SESSION is <hex>-<tail>.")
+        return found
+
+
+Route = Callable[[Call], Awaitable[dict[str, Any]]]
+
+
+class Routes:
+    """`root`: the folder below which weights are published. One update at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)  # whoever starts us may know us by it
+        self._updating = asyncio.Lock()
+        self._newest_adapter: Label | None = None
+        self._table: dict[str, tuple[str, Route]] = {
+            "/pvg/info": ("GET", self.info),
+            "/pvg/servers": ("POST", self.weights),
+            "/pvg/adapters": ("POST", self.adapters),
+            "/pvg/adapters/unload": ("POST", self.unload_adapter),
+        }
+
+    def find(self, method: str, path: str) -> Route:
+        """Raises a Refusal (404, 405)."""
+        if path not in self._table:
+            raise Refusal(404, "no_such_route", f"There is no {path}.")
+        expected, route = self._table[path]
+        if method != expected:
+            raise Refusal(405, "wrong_method", f"{path} takes {expected}.")
+        return route
+
+    async def info(self, call: Call) -> dict[str, Any]:
+        """What the server is. Asks the engine itself, so that none is told while the engine hangs."""
+        engine = call.state.engine_client
+        config = engine.vllm_config
+        model, lora = config.model_config, config.lora_config
+        return {
+            "protocol": PROTOCOL,
+            "boot": self._boot,
+            "vllm": _vllm_version(),
+            "model": call.state.openai_serving_models.base_model_paths[0].name,
+            "shape": model_shape(model.hf_text_config),
+            "runner": model.runner_type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+            "max_lora_rank": lora.max_lora_rank if lora is not None else 0,
+            "label": await engine.get_weight_version(),
+            "paused": await engine.is_paused(),
+            "world_size": config.parallel_config.world_size_across_dp,
+        }
+
+    async def weights(self, call: Call) -> dict[str, Any]:
+        """Load published weights into the engine. Answers at once for a label that it has."""
+        engine, label, name, keep_kv = call.state.engine_client, call.label(), call.text("name"), call.switch("keep_kv")
+        async with self._updating:
+            current = await engine.get_weight_version()
+            if current == str(label):
+                return {"label": str(label), "pause_ms": 0.0, "load_ms": 0.0, "resume_ms": 0.0}
+            check_order(current, label)
+            files = await asyncio.to_thread(weight_files, self._root, name)
+            tell("rpc.start", trace=call.trace, version=label.version)
+            timing = await _update(engine, label, files, keep_kv)
+            tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=sum(timing.values()), **timing)
+            return {"label": str(label), **timing}
+
+    async def adapters(self, call: Call) -> dict[str, Any]:
+        """Load a published adapter beside the others; requests name it by its label. Nothing is paused."""
+        models, label, name = call.state.openai_serving_models, call.label(), call.text("name")
+        async with self._updating:
+            if str(label) in models.lora_requests:
+                return {"label": str(label), "load_ms": 0.0}
+            if call.state.engine_client.vllm_config.lora_config is None:
+                raise Refusal(422, "no_adapters", "The server was started without --enable-lora.")
+            if self._newest_adapter is not None:
+                check_session(self._newest_adapter, label)
+            folder = await asyncio.to_thread(adapter_folder, self._root, name)
+            tell("rpc.start", trace=call.trace, version=label.version)
+            began = time.perf_counter()
+            done = await models.load_lora_adapter(_adapter_request(str(label), str(folder)))
+            load_ms = (time.perf_counter() - began) * 1e3
+            if not isinstance(done, str):  # vLLM returns its errors
+                raise Refusal(500, "load_failed", done.error.message)
+            self._newest_adapter = label
+            tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=load_ms)
+            return {"label": str(label), "load_ms": load_ms}
+
+    async def unload_adapter(self, call: Call) -> dict[str, Any]:
+        """Take no more requests for an adapter. The workers keep it while their requests need it, and forget it when
+        another needs its place."""
+        models, label = call.state.openai_serving_models, call.label()
+        async with self._updating:
+            if str(label) in models.lora_requests:
+                await models.unload_lora_adapter(_adapter_removal(str(label)))
+            return {"label": str(label)}
+
+
+async def _update(engine: Any, label: Label, files: Sequence[Path], keep_kv: bool) -> dict[str, float]:
+    """Milliseconds of each part. The engine goes on whatever happens, under a label that says what it has."""
+    times = [time.perf_counter()]
+    reached = BROKEN + str(label)
+    try:
+        await engine.pause_generation(mode="keep", clear_cache=not keep_kv)
+        times.append(time.perf_counter())
+        try:
+            failures = await engine.collective_rpc("pvg_load_weights", args=([str(file) for file in files],))
+            if not any(failures):
+                reached = str(label)
+        finally:
+            await engine.update_weight_version(reached)
+        times.append(time.perf_counter())
+    finally:
+        await engine.resume_generation()
+    times.append(time.perf_counter())
+    if any(failures):
+        reasons = sorted({failure for failure in failures if failure})
+        raise Refusal(
+            500, "load_failed", f"{label} was not loaded, the engine's weights are broken: {'; '.join(reasons)}"
+        )
+    parts = ("pause_ms", "load_ms", "resume_ms")
+    return {part: (times[i + 1] - times[i]) * 1e3 for i, part in enumerate(parts)}
+
+
+def model_shape(config: Any) -> str:
+    """The sizes of a model, as pvg.models.language_model says them of the trainer's; empty for a configuration that
+    does not tell them."""
+    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
+    return "{} layers of {}, {} tokens".format(*sizes) if all(isinstance(size, int) for size in sizes) else ""
+
+
+def _vllm_version() -> str:
+    from vllm import __version__
+
+    return str(__version__)
+
+
+def _adapter_request(name: str, path: str) -> Any:
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+    return LoadLoRAAdapterRequest(lora_name=name, lora_path=path)
+
+
+def _adapter_removal(name: str) -> Any:
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    return UnloadLoRAAdapterRequest(lora_name=name)

@@ -1,0 +1,86 @@
+"""The table of transports: what `weights.transport` may name, and how each is opened."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from pvg.config.sections import Weights
+from pvg.errors import MissingRequirementError, install_extra
+from pvg.servers.labels import Session
+from pvg.servers.transports.transport import Transport
+
+if TYPE_CHECKING:
+    from pvg.servers.transports.transfer import Backend
+
+__all__ = ["TRANSPORTS", "Transport", "open_transport"]
+
+
+def open_transport(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+    """The transport that `section.transport` names, for the weights that `session` publishes. Its folders, where it has
+    any, lie in `section.root` below `run`; `executor` does the work on tensors (None: a thread); `dtype` is the
+    servers', such as "bfloat16".
+
+    Raises ConfigurationError for a run name or a dtype that will not do, MissingRequirementError without the GPU or
+    the vLLM that `nccl` and `ipc` need.
+    """
+    return TRANSPORTS[section.transport](section, run, executor, dtype, session)
+
+
+def _open_filesystem(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+    from pvg.servers.transports.files import FilesystemTransport
+    from pvg.servers.transports.versions import VersionFolders, torch_dtype
+
+    kind = torch_dtype(dtype)
+    folders = VersionFolders(section.root, run, session)
+    return FilesystemTransport(folders, executor, kind, section.keep, keep_kv=section.keep_kv)
+
+
+def _open_lora(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+    from pvg.servers.transports.adapters import AdapterTransport
+    from pvg.servers.transports.versions import VersionFolders, torch_dtype
+
+    kind = torch_dtype(dtype)
+    return AdapterTransport(VersionFolders(section.root, run, session), executor, kind, section.keep)
+
+
+def _open_nccl(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+    from pvg.servers.transports.gpu import NcclBackend
+
+    return _open_transfer(section, executor, dtype, NcclBackend)
+
+
+def _open_ipc(section: Weights, run: str, executor: Executor | None, dtype: str, session: Session) -> Transport:
+    from pvg.servers.transports.gpu import IpcBackend
+
+    return _open_transfer(section, executor, dtype, IpcBackend)
+
+
+def _open_transfer(
+    section: Weights, executor: Executor | None, dtype: str, backend: Callable[[], Backend]
+) -> Transport:
+    import torch
+
+    from pvg.servers.transports.transfer import TransferTransport
+    from pvg.servers.transports.versions import torch_dtype
+
+    lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
+    install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
+    if lacking:
+        raise MissingRequirementError(
+            f'weights.transport = "{section.transport}" needs {lacking} where the trainer runs.',
+            f'Set weights.transport = "filesystem"{install}',
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
+
+
+# `weights.transport` in an experiment.
+TRANSPORTS: dict[str, Callable[[Weights, str, Executor | None, str, Session], Transport]] = {
+    "filesystem": _open_filesystem,
+    "lora": _open_lora,
+    "nccl": _open_nccl,
+    "ipc": _open_ipc,
+}

@@ -1,0 +1,158 @@
+"""`AdapterTransport`: low-rank adapters that are swapped by version (`weights.transport = "lora"`).
+
+Each version is an adapter of its own, in peft's format, which a server loads once under the label as a model's name.
+Versions live side by side: a request names the one that it wants (`model_of`), nothing is paused, and no request in
+flight changes its weights. The engine's own weights stay those of the base model.
+
+vLLM may read an adapter's files again after it had to make room, so that they stay as long as requests may name it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pvg.errors import ConfigurationError, PvgError
+from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.labels import Label
+from pvg.servers.pool import ServerFault
+from pvg.servers.transports.transport import deliver
+from pvg.servers.transports.versions import VersionFolders, write_tensors
+from pvg.servers.update import Adapter, WeightUpdate
+from pvg.store.atomic import write_synced
+from pvg.telemetry.spans import run_in
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+# What vLLM's reader (vllm/lora/peft_helper.py) cannot do without.
+NEEDED = ("r", "lora_alpha", "target_modules")
+
+
+class AdapterTransport:
+    """Owns `folders`. Writing and removing are done by `executor`, so that the event loop stays free.
+
+    An update without an adapter is the base model itself, which servers have: nothing is written or sent. The first
+    such update tells what the base is; whole weights that differ from it cannot travel as an adapter.
+    """
+
+    adapters = True
+
+    def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype, keep: int) -> None:
+        self._folders = folders
+        self._executor = executor
+        self._dtype = dtype
+        self._keep = keep
+        self._base: set[Label] = set()
+        self._base_fingerprint = ""
+        self._holders: dict[Label, dict[str, ControlClient]] = {}  # servers, by url, that may have the adapter
+
+    def model_of(self, label: Label) -> str | None:
+        """The model that a request for these weights names; None for the base model, which needs no name."""
+        return None if label in self._base else str(label)
+
+    async def stage(self, update: WeightUpdate, label: Label) -> None:
+        """Write `update.adapter` in the servers' dtype, durably. The tensors may change when this returns. Raises
+        ConfigurationError for trained weights that come without an adapter, otherwise as FilesystemTransport."""
+        adapter = update.adapter
+        if adapter is None:
+            await self._stage_base(update, label)
+            return
+
+        def fill(folder: Path) -> dict[str, int]:
+            size = write_tensors(folder / ADAPTER_FILE, adapter.tensors, self._dtype)
+            write_synced(folder / CONFIG_FILE, orjson.dumps(_peft_config(adapter), option=orjson.OPT_INDENT_2))
+            return {ADAPTER_FILE: size}
+
+        await run_in(self._executor, self._folders.write, label, fill)
+        self._holders[label] = {}
+
+    async def _stage_base(self, update: WeightUpdate, label: Label) -> None:
+        found = await run_in(self._executor, fingerprint, update.tensors)
+        if self._base_fingerprint not in ("", found):
+            raise ConfigurationError(
+                f"Version {update.version} of the weights has no adapter, and nothing else travels by "
+                'weights.transport = "lora".',
+                'Set training.lora_rank (16, say), or weights.transport = "filesystem".',
+            )
+        self._base_fingerprint = found
+        self._base.add(label)
+
+    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+        if label in self._base:
+            return [Delivery(server.url, label, 0.0, 0.0, time.time_ns(), {}) for server in servers]
+        name, holders = self._folders.name(label), self._holders[label]
+
+        async def load(server: ControlClient) -> Delivery:
+            holders[server.url] = server  # from now on it may have it, whatever becomes of the reply
+            return await server.load_adapter(name, label, trace)
+
+        async def has_arrived(server: ControlClient) -> bool:
+            return False  # servers do not tell which adapters they have; to load one twice is harmless
+
+        return await deliver(servers, label, load, has_arrived)
+
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
+        """Unload adapters that are neither among the newest (`weights.keep`) nor `in_use` from the `servers` that may
+        have them, and remove their files. A server that cannot be told now is told the next time: until then the files
+        stay."""
+        needed = {*in_use, *sorted(self._holders, key=lambda label: label.version)[-self._keep :]}
+        doomed = [label for label in self._holders if label not in needed]
+        within_reach = {server.url: server for server in servers}
+        await asyncio.gather(*(self._unload(label, within_reach) for label in doomed))
+        gone = [label for label in doomed if not self._holders[label]]
+        for label in gone:
+            del self._holders[label]
+        await run_in(self._executor, self._folders.remove, [label.version for label in gone])
+        await run_in(self._executor, self._folders.remove_what_the_dead_left)
+
+    async def _unload(self, label: Label, within_reach: Mapping[str, ControlClient]) -> None:
+        holders = self._holders[label]
+        told = [server for url, server in within_reach.items() if url in holders]
+        outcomes = await asyncio.gather(
+            *(server.unload_adapter(label, f"retire-{label.version}") for server in told), return_exceptions=True
+        )
+        for server, outcome in zip(told, outcomes, strict=True):
+            if outcome is None:
+                del holders[server.url]
+            elif not isinstance(outcome, (ServerFault, PvgError)):
+                raise outcome
+
+    async def close(self) -> None:
+        """Remove the files of this session. Servers forget its adapters when they make room for others, or end."""
+        await run_in(self._executor, self._folders.close)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, shapes, dtypes and bits: an optimizer step changes it, a copy does not. Reads every tensor once."""
+    import torch
+
+    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        bits = int(tensor.view(as_integers[tensor.element_size()]).sum(dtype=torch.int64)) if tensor.numel() else 0
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {bits};".encode())
+    return digest.hexdigest()
+
+
+def _peft_config(adapter: Adapter) -> dict[str, Any]:
+    """adapter_config.json: `adapter.config` over what vLLM takes for granted."""
+    if missing := [key for key in NEEDED if key not in adapter.config]:
+        raise ValueError(f"The adapter's config lacks {missing[0]}.")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": ""}
+    plain = {
+        key: sorted(value) if isinstance(value, (set, frozenset)) else value for key, value in adapter.config.items()
+    }
+    return {**config, **plain}

@@ -1,0 +1,74 @@
+"""`FilesystemTransport` (`weights.transport = "filesystem"`): whole models through a folder that all sides share.
+
+Each version is a folder of its own (pvg.servers.transports.versions), written once for all servers; a server reads it,
+paused, when it is told to. What a server has not got yet it can be sent later, as long as the version is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.labels import Label
+from pvg.servers.transports.transport import deliver
+from pvg.servers.transports.versions import VersionFolders, write_tensors
+from pvg.servers.update import WeightUpdate
+from pvg.telemetry.spans import run_in
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+class FilesystemTransport:
+    """Owns `folders`. Casting, writing and removing are done by `executor`, so that the event loop stays free."""
+
+    adapters = False
+
+    def __init__(
+        self,
+        folders: VersionFolders,
+        executor: Executor | None,
+        dtype: torch.dtype,
+        keep: int,
+        *,
+        keep_kv: bool = False,
+    ) -> None:
+        self._keep_kv = keep_kv
+        self._folders = folders
+        self._executor = executor
+        self._dtype = dtype
+        self._keep = keep
+
+    async def stage(self, update: WeightUpdate, label: Label) -> None:
+        """Write `update.tensors` in the servers' dtype, durably. The tensors may change when this returns. Raises
+        MissingRequirementError when the disk is full, StateError when the label has been staged before."""
+        await run_in(self._executor, self._folders.write, label, partial(self._fill, update))
+
+    def _fill(self, update: WeightUpdate, folder: Path) -> dict[str, int]:
+        return {WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, update.tensors, self._dtype)}
+
+    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+        name = self._folders.name(label)
+
+        async def load(server: ControlClient) -> Delivery:
+            return await server.load_weights(name, label, trace, keep_kv=self._keep_kv)
+
+        async def has_arrived(server: ControlClient) -> bool:
+            return (await server.info()).label == str(label)
+
+        return await deliver(servers, label, load, has_arrived)
+
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
+        """Remove what this session wrote, but for the newest versions (`weights.keep`) and those `in_use`."""
+        await run_in(self._executor, self._folders.retire, self._keep, tuple(in_use))
+
+    async def close(self) -> None:
+        """Remove all versions of this session: servers have what they loaded in memory, and once the trainer is gone
+        nobody tells a restarted one to load them. What the trainer wants to keep is in its checkpoints."""
+        await run_in(self._executor, self._folders.close)

@@ -1,0 +1,283 @@
+"""Weights from the trainer's GPU to the servers' GPUs through vLLM's own weight transfer (`nccl`, `ipc`).
+
+One update, over the control client of every server:
+
+    pause  start_weight_update  update_weights  finish_weight_update(label)  resume
+
+vLLM's trainer side drives the three in the middle from a thread; whatever happens to them, every server is resumed. A
+server that was reached in the middle of a failure is labelled `broken:<label>` first: it has neither version. It may
+have to be restarted: vLLM has no way to give up an update that was begun.
+
+Trainer and servers form a group, which is made again when the servers are others than before, one of them restarted
+(its `boot` tells), or an update failed. So a server that comes back late is brought up by a group of its own.
+
+Run so far: everything here, against a server of the tests and a stand-in for vLLM's trainer side
+(tests/weights/test_transport_transfer.py); against vLLM 0.32 on a CPU that the names and signatures are there, and
+that its server takes the calls (tests/integration/test_transfer_against_vllm.py). Not run: anything on a GPU, so no
+collective, no CUDA IPC, and no byte of a tensor through either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from pvg.errors import PvgError, StateError
+from pvg.servers.control import ControlClient, Delivery, ServerInfo
+from pvg.servers.labels import BROKEN, Label
+from pvg.servers.pool import ServerFault
+from pvg.servers.transports.group_client import GroupClient
+from pvg.servers.transports.versions import untied, wire_dtype
+from pvg.servers.update import WeightUpdate
+from pvg.telemetry.spans import run_in
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T")
+
+GRACE_S = 5.0  # for the others' part of a transfer, once one server has failed
+
+
+class TrainerEngine(Protocol):
+    """Of vLLM's TrainerWeightTransferEngine, what is used. Both block."""
+
+    def send_weights(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A way of vLLM's to move tensors between GPUs."""
+
+    def check(self, infos: Sequence[ServerInfo]) -> None:
+        """Raise ConfigurationError for servers that cannot be reached this way."""
+        ...
+
+    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+        """Form the group of the trainer and the client's servers. Blocks until all have joined."""
+        ...
+
+    def plain(self, update_info: Mapping[str, Any]) -> Mapping[str, Any]:
+        """vLLM's update_info as JSON."""
+        ...
+
+
+class ParameterMeta(NamedTuple):
+    """As vLLM's ParamMeta."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source:
+    """A WeightSource as vLLM's trainer side asks for it: a copy of the weights in the servers' dtype, tied ones once.
+
+    The copy is what lets the trainer go on, and what a server that comes late gets; it takes that much GPU memory.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self._dtype = dtype
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors.clear()  # first, or there would be two copies for a moment
+        for name, tensor in untied(tensors).items():
+            copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
+            self._tensors[name] = copy.contiguous()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)  # vLLM reads the copy from streams of its own, which wait for no other
+
+    def clear(self) -> None:
+        self._tensors.clear()
+
+    def metadata(self) -> list[ParameterMeta]:
+        return [ParameterMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._tensors.items()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A trainer and the servers that it formed a group with."""
+
+    client: GroupClient
+    engine: TrainerEngine
+    members: tuple[tuple[str, str], ...]  # url and boot
+
+
+class TransferTransport:
+    """`timeout_s` bounds the forming of a group and the sending, each: a collective that waits for a peer that is gone
+    waits for ever. It is then left behind in its thread, and the run should end: its GPU may stay busy."""
+
+    adapters = False
+
+    def __init__(
+        self, backend: Backend, executor: Executor | None, device: torch.device, dtype: torch.dtype, timeout_s: float
+    ) -> None:
+        self._backend = backend
+        self._executor = executor
+        self._source = Source(device, dtype)
+        self._timeout_s = timeout_s
+        self._group: Group | None = None
+        self._staged: Label | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def stage(self, update: WeightUpdate, label: Label) -> None:
+        """Copy the weights on the trainer's GPU, in the servers' dtype. The tensors may change when this returns."""
+        async with self._one_at_a_time:
+            await run_in(self._executor, self._source.take, update.tensors)
+            self._staged = label
+
+    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+        async with self._one_at_a_time:
+            if label != self._staged:
+                raise ValueError(f"{label} is not what was staged last ({self._staged}).")
+            found = await asyncio.gather(*(self._ask(server, label) for server in servers))
+            asked = {server.url: info for server, info in zip(servers, found, strict=True)}
+            infos = {url: info for url, info in asked.items() if isinstance(info, ServerInfo)}
+            outcomes: dict[str, Delivery | BaseException] = {
+                url: error for url, error in asked.items() if not isinstance(error, ServerInfo)
+            }
+            if infos:
+                self._backend.check(list(infos.values()))
+                members = [server for server in servers if server.url in infos]
+                outcomes |= await self._transfer(members, infos, label, trace)
+            return [outcomes[server.url] for server in servers]
+
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
+        """Nothing is kept but the newest version."""
+
+    async def close(self) -> None:
+        async with self._one_at_a_time:
+            await self._disband()
+            self._source.clear()
+
+    async def _ask(self, server: ControlClient, label: Label) -> ServerInfo | BaseException:
+        """The server as it is, or why it gets nothing: vLLM's transfer routes know no order of sessions or versions."""
+        try:
+            info = await server.info()
+        except (ServerFault, PvgError) as error:
+            return error
+        there = Label.parse(info.label.removeprefix(BROKEN))
+        if there is None or there.session == label.session or there.session.began_ns < label.session.began_ns:
+            return info
+        return StateError(
+            f"{server.url} has weights of another trainer, which began later ({there.session}).",
+            "Stop one of the two, or give them servers of their own.",
+        )
+
+    async def _transfer(
+        self, servers: Sequence[ControlClient], infos: Mapping[str, ServerInfo], label: Label, trace: str
+    ) -> dict[str, Delivery | BaseException]:
+        """One outcome for each server. Raises what is neither a server's fault nor the user's, after resuming."""
+        members = tuple((server.url, infos[server.url].boot) for server in servers)
+        if self._group is None or self._group.members != members:
+            await self._disband()
+            loop = asyncio.get_running_loop()
+            client = GroupClient([(s, infos[s.url].world_size) for s in servers], loop, self._backend.plain)
+            try:
+                engine = await self._watched(client, partial(self._backend.open, client, self._source))
+            except _GivenUp as given_up:
+                return client.outcomes(label, timed_out=str(given_up))
+            self._group = Group(client, engine, members)
+        return await self._update(self._group, label, trace)
+
+    async def _update(self, group: Group, label: Label, trace: str) -> dict[str, Delivery | BaseException]:
+        client, timed_out = group.client, ""
+        client.begin(str(label), trace)
+        try:
+            await client.pause()
+            await self._watched(client, group.engine.send_weights)
+        except BaseException as error:
+            self._group = None  # vLLM: after a failure the group cannot be used again
+            await client.mark_broken(BROKEN)
+            if not isinstance(error, (_GivenUp, ServerFault, PvgError)):
+                raise
+            timed_out = str(error)
+        finally:
+            await client.resume()
+        return client.outcomes(label, timed_out=timed_out)
+
+    async def _disband(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.gather(group.client.shutdown(), _in_daemon(group.engine.shutdown))
+
+    async def _watched(self, client: GroupClient, work: Callable[[], T]) -> T:
+        """`work` in a thread of its own. Raises _GivenUp when a server fails, or the time is up: the rest of the group
+        may then wait for ever in a collective, out of which nobody can call it back."""
+
+        def on_the_device() -> T:
+            with _current(self._source.device):
+                return work()
+
+        working: asyncio.Future[Any] = _in_daemon(on_the_device)
+        failing = asyncio.ensure_future(client.failed.wait())
+        try:
+            await asyncio.wait({working, failing}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                await asyncio.wait({working}, timeout=GRACE_S)
+        finally:
+            failing.cancel()
+            if not working.done():
+                client.end()
+        if working.done() and not client.faults:
+            found: T = working.result()
+            return found
+        working.add_done_callback(_retrieve)  # what it raises now follows from the fault that is told
+        raise _GivenUp(f"the transfer did not end within {self._timeout_s:g} s")
+
+
+class _GivenUp(Exception):
+    """A group's work that will not be finished."""
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Which GPU is current is every thread's own matter."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
+    """`work` in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            told: tuple[T | None, BaseException | None] = (work(), None)
+        except BaseException as error:  # noqa: BLE001 (it is raised in the event loop)
+            told = (None, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=run, name="pvg-transfer", daemon=True).start()
+    return future
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

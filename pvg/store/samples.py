@@ -1,0 +1,227 @@
+"""`SampleColumns`: roles, grades and lengths of rollouts as arrays, read from memory-mapped shards without texts.
+
+    columns = shards.sample_columns(infos)      # of stored rollouts: about 45 bytes each
+    columns = SampleColumns.of(rollouts)        # of rollouts in memory
+
+A `Rollout` object takes about 9 kB, so the statistics of a large mint must not read such objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pvg.records import Int32, Role, Rollout
+from pvg.store import check_columns, protocol_columns
+from pvg.store.atomic import DamagedFileError
+
+Bools = NDArray[np.bool_]
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleColumns:
+    """N rollouts. `truncated_N`: ended by rollout.max_tokens. `tokens_N`: sampled by the prover. `answers_N`: of
+    dialogues, the tokens that the prover sampled after its first turn; -1 for other rollouts. `checks_N3`: the
+    shares of the visible tests and of all tests that passed, and whether certified (1 or 0), as in `Checks`; NaN for
+    solutions that were not executed."""
+
+    helpful_N: Bools
+    correct_N: Bools
+    well_formed_N: Bools
+    truncated_N: Bools
+    tokens_N: Int64
+    answers_N: Int64
+    checks_N3: Float64
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> SampleColumns:
+        def flags(values: list[bool]) -> Bools:
+            return np.array(values, dtype=bool)
+
+        return cls(
+            flags([r.role is Role.HELPFUL for r in rollouts]),
+            flags([r.grade.correct for r in rollouts]),
+            flags([r.grade.well_formed for r in rollouts]),
+            flags([r.finish_reason == "length" for r in rollouts]),
+            np.array([r.sampled_tokens for r in rollouts], dtype=np.int64),
+            np.array([_answer_tokens(r) for r in rollouts], dtype=np.int64),
+            check_columns.to_array([r.grade.checks for r in rollouts]),
+        )
+
+    @classmethod
+    def of_batch(cls, batch: pa.RecordBatch) -> SampleColumns:
+        """The rows of one shard."""
+        lengths_N = batch.column("completion_ids").value_lengths().to_numpy().astype(np.int64)
+        tokens_N, answers_N = protocol_columns.sampled_tokens(batch, lengths_N)
+        return cls(
+            _is(batch, "role", Role.HELPFUL.value),
+            batch.column("correct").to_numpy(zero_copy_only=False),
+            batch.column("well_formed").to_numpy(zero_copy_only=False),
+            _is(batch, "finish_reason", "length"),
+            tokens_N,
+            answers_N,
+            check_columns.array_of(batch),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[SampleColumns]) -> SampleColumns:
+        """The rows of all parts, in their order."""
+        parts = [cls.of([]), *parts]
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def __len__(self) -> int:
+        return len(self.helpful_N)
+
+    @property
+    def proven_N(self) -> Bools:
+        """`Rollout.proven`."""
+        certified_N = self.checks_N3[:, 2]
+        proven_N: Bools = self.helpful_N | self.correct_N | np.isnan(certified_N) | (certified_N == 1.0)
+        return proven_N
+
+    @property
+    def flaws_N(self) -> Bools:
+        """`Rollout.is_flaw`."""
+        return ~self.helpful_N & ~self.correct_N & self.well_formed_N & self.proven_N
+
+
+def _answer_tokens(rollout: Rollout) -> int:
+    if not rollout.turns:
+        return -1
+    return int(rollout.sampled_mask[rollout.turns[1].start :].sum()) if len(rollout.turns) > 1 else 0
+
+
+def _is(batch: pa.RecordBatch, name: str, word: str) -> Bools:
+    """bool [N]: whether a column of shared strings holds `word`."""
+    column = batch.column(name)
+    words = np.array([found == word for found in column.dictionary.to_pylist()], dtype=bool)
+    found_N: Bools = words[column.indices.to_numpy()]
+    return found_N
+
+
+# The solutions of a shard, read row by row where they lie, and checked when they are read.
+#
+# Checking a whole shard on opening takes as long as reading all of it, and a verifier's first batch needs a hundred
+# rows of a quarter of a million. So a shard that pairs are drawn from has a file of digests beside it
+# (`mint-00000.digests`): one of all that is read on opening (labels, problems, questions, and where each row's text
+# and tokens lie), and one of each row's text and tokens. Of this file the commit keeps the checksum.
+#
+# Invariant: no byte of a shard is used before it was found to be what was written.
+
+DIGESTS_SUFFIX = ".digests"
+DIGEST = 16  # bytes of a sha256 that are kept: against damage, not against forgers
+READ_ON_OPENING = ("problem_id", "question", "source", "correct", "well_formed")
+READ_BY_ROW = ("text", "completion_ids")
+
+
+class SolutionRow(NamedTuple):
+    """The parts of a row that a verifier may see: never its role or its label. `id` names the row in messages: its
+    shard and its number."""
+
+    question: str
+    text: str
+    completion_ids: Int32
+    problem_id: str
+    id: str
+
+
+class MappedSolutions:
+    """One shard's solutions. `batch` are its columns: those of READ_ON_OPENING may be used, having been checked.
+
+    `digests` are what `digests_of` gave for the shard; None when all of the shard was checked before. Raises
+    DamagedFileError naming `path`.
+    """
+
+    def __init__(self, batch: pa.RecordBatch, path: Path, digests: bytes | None) -> None:
+        self.batch = batch
+        self._path = path
+        self._digests = digests
+        self._checked = bytearray(batch.num_rows)
+        try:
+            batch.validate()  # sizes only: no buffer is shorter than its column
+            self._values = _Values(batch)
+            if digests is not None and digests[:DIGEST] != _opening_digest(batch):
+                raise damaged(path, "its checksum of labels and places is not the committed one")
+        except (pa.ArrowException, ValueError) as error:
+            raise damaged(path, str(error).splitlines()[0]) from None
+        self._questions, self._problems = (batch.column(name) for name in ("question", "problem_id"))
+
+    def row(self, number: int) -> SolutionRow:
+        """The solution at this place of the shard. Raises DamagedFileError when it is not what was written."""
+        text, tokens = self._values.of(number)
+        if self._digests is not None and not self._checked[number]:
+            if self._digests[DIGEST * (number + 1) : DIGEST * (number + 2)] != _digest(text, tokens):
+                raise damaged(self._path, f"the checksum of row {number} is not the committed one")
+            self._checked[number] = 1
+        return SolutionRow(
+            self._questions[number].as_py(),
+            text.decode(),
+            np.frombuffer(tokens, np.int32).copy(),
+            self._problems[number].as_py(),
+            f"{self._path.stem}, row {number}",
+        )
+
+
+def digests_of(batch: pa.RecordBatch) -> bytes:
+    """What the digest file of a shard holds: DIGEST bytes of what is read on opening, then as many of each row.
+
+    `batch` must have been read from the shard's bytes: its buffers are what is digested.
+    """
+    return b"".join([_opening_digest(batch), *(_digest(*row) for row in _Values(batch).all())])
+
+
+def damaged(path: Path, reason: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy, or resume from an earlier commit."
+    )
+
+
+class _Values:
+    """Bytes of text and tokens by row, through slices that stay inside of their buffers whatever the offsets say."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        text, tokens = (batch.column(name).buffers() for name in READ_BY_ROW)
+        self._text, self._tokens = memoryview(text[-1] or b""), memoryview(tokens[-1] or b"").cast("B")
+        rows = batch.num_rows
+        self._ends = [  # without rows there may be no buffer
+            np.frombuffer(buffers[1], np.int32, rows + 1) if rows else np.zeros(1, np.int32)
+            for buffers in (text, tokens)
+        ]
+
+    def of(self, row: int) -> tuple[bytes, bytes]:
+        (text, tokens) = ((int(ends[row]), int(ends[row + 1])) for ends in self._ends)
+        return bytes(self._text[slice(*text)]), bytes(self._tokens[4 * tokens[0] : 4 * tokens[1]])
+
+    def all(self) -> Iterator[tuple[bytes, bytes]]:
+        return map(self.of, range(len(self._ends[0]) - 1))
+
+
+def _digest(text: bytes, tokens: bytes) -> bytes:
+    digest = hashlib.sha256(len(text).to_bytes(8, "little"))
+    digest.update(text)
+    digest.update(tokens)
+    return digest.digest()[:DIGEST]
+
+
+def _opening_digest(batch: pa.RecordBatch) -> bytes:
+    digest = hashlib.sha256(f"{batch.num_rows}".encode())
+    buffers = [buffer for name in READ_BY_ROW for buffer in batch.column(name).buffers()[:-1]]
+    for name in READ_ON_OPENING:
+        column = batch.column(name)
+        buffers += column.buffers()
+        if isinstance(column, pa.DictionaryArray):
+            buffers += column.dictionary.buffers()
+    for buffer in buffers:
+        digest.update(f" {None if buffer is None else buffer.size} ".encode())
+        if buffer is not None:
+            digest.update(buffer)
+    return digest.digest()[:DIGEST]
