@@ -135,7 +135,7 @@ def test_vllm_has_what_is_used(script: str, tmp_path: Path) -> None:
         check=False,
         timeout=600,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(PACKAGE / "serving" / "server_side"), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+        env={"PYTHONPATH": str(PACKAGE / "servers" / "server_side"), "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == "as expected"

@@ -77,7 +77,7 @@ def started(model: Path, folder: Path, *options: str) -> Iterator[Server]:
         "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile takes 25 s of the first requests otherwise
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)]),
-        "PYTHONPATH": str(PACKAGE / "serving" / "server_side"),
+        "PYTHONPATH": str(PACKAGE / "servers" / "server_side"),
         "PVG_CONTROL_KEY": key,
         "PVG_WEIGHTS_ROOT": str(root),
     }
