@@ -28,7 +28,15 @@ import numpy as np
 
 from pvg.records import Float32, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.rollout.gathering import (
+    Deadline,
+    GroupOrder,
+    GroupSampling,
+    SampleCall,
+    all_or_none,
+    gatherings_of,
+    request_seed,
+)
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
@@ -174,7 +182,7 @@ class _Played:
 async def play_episodes(
     dispatcher: Dispatcher,
     orders: Sequence[GroupOrder],
-    call: Call,
+    call: SampleCall,
     environment: Environment,
     *,
     bound: AbstractAsyncContextManager[None],
@@ -222,14 +230,14 @@ async def _take_turn(
     dispatcher: Dispatcher,
     played: Sequence[_Played],
     waiting: set[_Episode],
-    call: Call,
+    call: SampleCall,
     turn: int,
     bound: AbstractAsyncContextManager[None],
     deadline: Deadline | None,
 ) -> None:
     """Turn number `turn` of all that wait. Those that the deadline has cut leave `played`."""
 
-    async def one(gathering: Gathering[Completion], place: int, episode: _Episode) -> Completion:
+    async def one(gathering: GroupSampling[Completion], place: int, episode: _Episode) -> Completion:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(bound)
             if gathering.watch is not None:
@@ -242,7 +250,7 @@ async def _take_turn(
         return completion
 
     live = [[episode for episode in part.episodes if episode in waiting] for part in played]
-    gatherings: list[Gathering[Completion]] = gatherings_of([part.order for part in played], deadline)
+    gatherings: list[GroupSampling[Completion]] = gatherings_of([part.order for part in played], deadline)
     try:
         await all_or_none(
             gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])
@@ -264,7 +272,7 @@ async def _take_turn(
         part.spread_s += gathering.spread_s
 
 
-async def _finished(dispatcher: Dispatcher, episode: _Episode, call: Call, environment: Environment) -> Rollout:
+async def _finished(dispatcher: Dispatcher, episode: _Episode, call: SampleCall, environment: Environment) -> Rollout:
     texts = [dispatcher.grader.text(completion) for completion in episode.completions]
     graded = episode.completions[environment.graded_turn]
     _, grade = await dispatcher.grader.grade(episode.order.problem, graded)

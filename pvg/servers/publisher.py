@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.servers.update import Adapter, SyncTiming, WeightUpdate
-from pvg.telemetry.events import Events, Unheard
+from pvg.servers.update import LowRankAdapter, SyncTiming, WeightUpdate
+from pvg.telemetry.events import Events, SilentEvents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class Publisher:
         if not engines:
             raise ConfigurationError("There is no engine to publish weights to.")
         self._engines = tuple(engines)
-        self._events = events or Unheard()
+        self._events = events or SilentEvents()
         self._version = max(engine.version for engine in engines)
 
     @property
@@ -37,7 +37,7 @@ class Publisher:
         return self._version
 
     async def publish(
-        self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None
+        self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None
     ) -> list[SyncTiming]:
         """Send `tensors` (by parameter name) to all engines at once; one timing per engine, in their order. `adapter`
         is what makes them of the base model, for engines that take adapters.
