@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.servers.update import LowRankAdapter, SyncTiming, WeightUpdate
@@ -15,7 +15,17 @@ from pvg.telemetry.events import Events, SilentEvents
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.rollout.engine import Engine
+
+class WeightReceiver(Protocol):
+    """What the publisher needs of an engine (pvg.rollout.engine.Engine)."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def requests_in_flight(self) -> int: ...
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
 
 class Publisher:
@@ -24,7 +34,7 @@ class Publisher:
     `events` gets the client's `[weights]` lines of every update; the engines tell their side under the same trace id.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, events: Events | None = None) -> None:
+    def __init__(self, engines: Sequence[WeightReceiver], *, events: Events | None = None) -> None:
         if not engines:
             raise ConfigurationError("There is no engine to publish weights to.")
         self._engines = tuple(engines)
