@@ -33,8 +33,8 @@ from targets import target_lines
 from cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
 from cli.bench_tables import number
 from cli.compare_table import markdown_rows
-from pvg.bench.compare import Gain, gains, headline_of
-from pvg.bench.report import BenchReport, Environment, Samples, Variant, read_report
+from pvg.bench.compare import VariantGain, gains, headline_of
+from pvg.bench.report import BenchReport, MachineInfo, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
 
@@ -192,18 +192,18 @@ def unit_of(report: BenchReport, metric: str) -> str:
     return f"{unit} ({samples.better} is better)"
 
 
-def headline_figure(gain: Gain, headline: str) -> str:
+def headline_figure(gain: VariantGain, headline: str) -> str:
     return number(median(gain.variant.samples[headline].values))
 
 
-def code(environment: Environment) -> str:
+def code(environment: MachineInfo) -> str:
     """Of pvg, and of vLLM where that served: the page's other reports are of the same machine without it."""
     commit = (environment.git_commit or "unknown commit")[:10]
     served = f", vLLM {environment.vllm}" if environment.vllm else ""
     return f"pvg {environment.pvg} ({commit}{', with uncommitted changes' if environment.git_dirty else ''}){served}"
 
 
-def machine_of(environment: Environment) -> str:
+def machine_of(environment: MachineInfo) -> str:
     parts = [environment.cpu, f"{environment.cores} cores", f"{environment.memory_gb:g} GB of memory"]
     if environment.gpu:
         parts.append(f"{environment.gpu} (driver {environment.driver})")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from cli.bench_tables import number
 from cli.compare_table import interval, markdown_rows
-from pvg.bench.compare import Gain, gains
+from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport
 from pvg.bench.statistics import RatioInterval, median
 from pvg.errors import UsageError
@@ -50,7 +50,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     yield from ("", told_apart_text(found))
 
 
-def label_of(gain: Gain) -> str:
+def label_of(gain: VariantGain) -> str:
     label = gain.variant.label
     return f"`{label}`" if "=" in label else label
 
@@ -63,7 +63,7 @@ def bought(ratio: RatioInterval | None, marked: bool = False) -> str:
     return f"{f'**{times}**' if marked else times} ({interval(ratio)})"
 
 
-def told_apart_text(found: Sequence[Gain]) -> str:
+def told_apart_text(found: Sequence[VariantGain]) -> str:
     """Which rungs are faster or slower than the one before, and which cannot be told apart from it."""
     rungs = [gain for gain in found if gain.step is not None]
     unclear = [label_of(gain) for gain in rungs if not gain.told_apart]

@@ -17,7 +17,7 @@ from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, StateError
 from pvg.extensions import check_references, digests, resolve
 from pvg.game.players import Players
-from pvg.game.rewards import Outcomes, rewards
+from pvg.game.rewards import BatchOutcomes, rewards
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -43,10 +43,10 @@ def with_reward(reward: str) -> Experiment:
     return build_experiment({"game": {"reward": reward}})
 
 
-def outcomes(rows: int = 4) -> Outcomes:
+def outcomes(rows: int = 4) -> BatchOutcomes:
     true_N = np.ones(rows, dtype=bool)
     scores_N = np.arange(rows, dtype=np.float32)
-    return Outcomes(scores_N, true_N, true_N, true_N, np.zeros(rows, dtype=np.int64), true_N)
+    return BatchOutcomes(scores_N, true_N, true_N, true_N, np.zeros(rows, dtype=np.int64), true_N)
 
 
 # --- what a name means ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pvg.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class VariantGain:
     """One variant against the one before it (`step`) and against the first one (`whole`); None where there is no
     ratio: for the first variant itself, beside a failed one, for other work, for values that are not above 0."""
 
@@ -44,17 +44,17 @@ def headline_of(report: BenchReport) -> str:
     return str(report.config["profile"]["headline"])
 
 
-def gains(report: BenchReport) -> list[Gain]:
+def gains(report: BenchReport) -> list[VariantGain]:
     """Every variant of a sweep or an ablation, in the report's order."""
     headline = headline_of(report)
     alike, in_turn = "by_variant" not in report.work, taken_in_turn(report)
     says = {f"{rung['switch']}={_word(rung['fast'])}": str(rung["says"]) for rung in report.config["profile"]["ladder"]}
-    found: list[Gain] = []
+    found: list[VariantGain] = []
     first = before = None
     for variant in report.variants:
         own = variant.samples.get(headline)
         found.append(
-            Gain(
+            VariantGain(
                 variant,
                 better_by(before, own, in_turn=in_turn) if alike else None,
                 better_by(first, own, in_turn=in_turn) if alike else None,
@@ -106,7 +106,7 @@ ABSENT = "absent"  # the value of a key that one side does not have
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FieldDifference:
     """A field in which the two reports differ, and what each of them says there."""
 
     key: str
@@ -140,7 +140,7 @@ class MetricComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ReportSide:
     """Which report this is."""
 
     path: str
@@ -149,25 +149,27 @@ class Side:
     code: str
 
     @staticmethod
-    def of(report: BenchReport, path: str) -> Side:
+    def of(report: BenchReport, path: str) -> ReportSide:
         commit = (report.environment.git_commit or "")[:10]
         dirty = " with uncommitted changes" if report.environment.git_dirty else ""
-        return Side(path, report.created, report.command, f"pvg {report.environment.pvg} {commit}".strip() + dirty)
+        return ReportSide(
+            path, report.created, report.command, f"pvg {report.environment.pvg} {commit}".strip() + dirty
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ReportComparison:
     """What two reports say of each other; `metrics` has what matters first. `tested` counts those that could differ,
     `confidence` is that of each single interval, and `left_out` says what stands in one report only. `peak_memory`: by
     name, the bytes of A and of B. There is one value per side, so there is no verdict."""
 
-    a: Side
-    b: Side
+    a: ReportSide
+    b: ReportSide
     profile: str
     name: str
     same: bool
-    environment: tuple[Difference, ...]
-    settings: tuple[Difference, ...]
+    environment: tuple[FieldDifference, ...]
+    settings: tuple[FieldDifference, ...]
     metrics: tuple[MetricComparison, ...]
     left_out: tuple[str, ...]
     peak_memory: Mapping[str, tuple[float, float]]
@@ -195,7 +197,7 @@ def compare_reports(
     paths: tuple[str, str] = ("A", "B"),
     fail_above: float | None = None,
     resamples: int = 10_000,
-) -> Comparison:
+) -> ReportComparison:
     """Compare every metric that both have, of every variant that both have.
 
     `fail_above`: the share by which a metric may be worse, 0.05 for 5 %. A metric is *worse by* 5 % when it takes 1.05
@@ -215,9 +217,9 @@ def compare_reports(
     tested = len({_quantity(*pair) for pair in pairs if len({*pair[2].values, *pair[3].values}) > 1})
     risk = (1 - CONFIDENCE) / max(1, tested)
     compared = [_compared(label, name, one, other, risk, fail_above, resamples) for label, name, one, other in pairs]
-    return Comparison(
-        a=Side.of(a, paths[0]),
-        b=Side.of(b, paths[1]),
+    return ReportComparison(
+        a=ReportSide.of(a, paths[0]),
+        b=ReportSide.of(b, paths[1]),
         profile=a.profile,
         name=a.name if a.name == b.name else f"{a.name} against {b.name}",
         same=a == b,
@@ -234,14 +236,14 @@ def compare_reports(
     )
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[FieldDifference]:
     """Where two nested tables of JSON data differ, keys dotted; one that is on one side only is ABSENT on the other."""
     for key in dict.fromkeys([*a, *b]):
         one, other = a.get(key, ABSENT), b.get(key, ABSENT)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from differences(one, other, f"{prefix}{key}.")
         elif one != other:
-            yield Difference(f"{prefix}{key}", one, other)
+            yield FieldDifference(f"{prefix}{key}", one, other)
 
 
 def word(value: Any) -> str:
@@ -281,7 +283,7 @@ def _listed(words: list[str]) -> str:
 
 
 def _refuse_other_work(a: BenchReport, b: BenchReport, labels: list[str]) -> None:
-    found: dict[str, Difference] = {}
+    found: dict[str, FieldDifference] = {}
     for label in labels:
         for difference in differences(_work(a, label), _work(b, label)):
             found.setdefault(str(difference), difference)
@@ -339,10 +341,10 @@ def _quantity(label: str, name: str, a: Samples, b: Samples) -> tuple[str, tuple
     return label, tuple(levels[value] for value in signed)
 
 
-def _settings(a: BenchReport, b: BenchReport) -> Iterator[Difference]:
+def _settings(a: BenchReport, b: BenchReport) -> Iterator[FieldDifference]:
     """The settings in which the benchmarks differ: mostly what the comparison is about."""
     for difference in differences(a.config, b.config):
-        yield Difference(difference.key.removeprefix("experiment."), difference.a, difference.b)
+        yield FieldDifference(difference.key.removeprefix("experiment."), difference.a, difference.b)
 
 
 def _compared(

@@ -19,8 +19,8 @@ from pvg.bench import servers
 from pvg.bench.profile import (
     OWN_KEYS,
     BenchSettings,
-    Change,
     Profile,
+    SettingChange,
     find_profile,
     flattened,
     parse_overrides,
@@ -41,7 +41,7 @@ ALL_SLOW = "all slow"
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannedVariant:
     """One variant to measure. `says` is what its last switch does."""
 
     label: str
@@ -51,12 +51,12 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What one call measures; `base` are the settings without any variant's own. `serve`: on servers of its own."""
 
     kind: Kind
     base: BenchSettings
-    choices: tuple[Choice, ...]
+    choices: tuple[PlannedVariant, ...]
     interleave: bool
     table: WorkloadTable = field(default_factory=lambda: WORKLOADS)
     serve: bool = False
@@ -78,7 +78,7 @@ def plan_bench(
     server_urls: Sequence[str] = (),
     serve: bool = False,
     table: WorkloadTable = WORKLOADS,
-) -> Plan:
+) -> BenchPlan:
     """Resolve every variant, and make each workload once, so that what is wrong with one is known before any runs.
 
     `interleave`: None chooses (see above). `server_urls`: vLLM servers to measure on; `serve`: start some. Raises
@@ -93,20 +93,22 @@ def plan_bench(
     settle = partial(settings_of, profile, origin, replay=replay)
     base = settle(given)
     kind: Kind = "bench"
-    choices = [Choice("", {}, base)]
+    choices = [PlannedVariant("", {}, base)]
     if sweep is not None:
         kind, changes = "sweep", _swept(sweep, given)
-        choices = [Choice(_label(change), {change.key: change.value}, settle([*given, change])) for change in changes]
+        choices = [
+            PlannedVariant(_label(change), {change.key: change.value}, settle([*given, change])) for change in changes
+        ]
     elif ablate:
         kind = "ablation"
         choices = [
-            Choice(label, {change.key: change.value for change in state}, settle([*given, *state]), says)
+            PlannedVariant(label, {change.key: change.value for change in state}, settle([*given, *state]), says)
             for label, state, says in _ladder(base, origin, given)
         ]
     elif own := _own_sweep(profile, origin, given):
         kind = "sweep"
         choices = [
-            Choice(label, {change.key: change.value for change in changes}, settle([*given, *changes]), says)
+            PlannedVariant(label, {change.key: change.value for change in changes}, settle([*given, *changes]), says)
             for label, changes, says in own
         ]
     for choice in choices:
@@ -114,25 +116,25 @@ def plan_bench(
     if not serve and any(map(is_served, choices)):
         servers.refuse_swept(key for choice in choices for key in choice.overrides)
     wanted = profile.interleave or None if interleave is None else interleave
-    return Plan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
+    return BenchPlan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
 
 
-def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[Change]) -> list[Change]:
+def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]) -> list[SettingChange]:
     """What --server and --serve set."""
     if urls and serve:
         raise UsageError("--server and --serve contradict each other.", "Name servers, or have them started.")
     if not urls and not serve:
         return []
     origin = "--serve" if serve else f"--server {urls[0]}"
-    changes = [Change("rollout.engine", "vllm", origin)]
-    changes += [Change("serving.servers", list(urls), origin)] if urls else []
+    changes = [SettingChange("rollout.engine", "vllm", origin)]
+    changes += [SettingChange("serving.servers", list(urls), origin)] if urls else []
     for change in given:
         if change.key in ("rollout.engine", "serving.servers"):
             raise UsageError(f"{change.key} is set by {origin.split(maxsplit=1)[0]}.", f"Drop {change.origin}.")
     return changes
 
 
-def _profile(name: str, given: Sequence[Change]) -> tuple[Profile, str]:
+def _profile(name: str, given: Sequence[SettingChange]) -> tuple[Profile, str]:
     """The profile and its file; where the engine is vLLM, the one that takes its place there."""
     path = find_profile(name)
     profile = read_profile(path)
@@ -173,14 +175,14 @@ def _check_headline(measures: Any, base: BenchSettings) -> None:
         )
 
 
-def _swept(sweep: str, given: Sequence[Change]) -> list[Change]:
+def _swept(sweep: str, given: Sequence[SettingChange]) -> list[SettingChange]:
     """`key=a,b,c` -> one change for each value."""
     key, values = parse_list(sweep)
     if key in OWN_KEYS:
         raise UsageError(f"--sweep {key}: the variants of one report have the same {key}.", f"Use --set {key}=...")
     if any(change.key == key for change in given):
         raise UsageError(f"{key} is both set and swept.", "Leave out one of --set and --sweep.")
-    changes = [Change(key, value, f"--sweep {sweep}") for value in values]
+    changes = [SettingChange(key, value, f"--sweep {sweep}") for value in values]
     labels = [_label(change) for change in changes]
     repeated = next((label for label in labels if labels.count(label) > 1), None)
     if repeated:
@@ -188,7 +190,9 @@ def _swept(sweep: str, given: Sequence[Change]) -> list[Change]:
     return changes
 
 
-def _own_sweep(profile: Profile, origin: str, given: Sequence[Change]) -> list[tuple[str, list[Change], str]]:
+def _own_sweep(
+    profile: Profile, origin: str, given: Sequence[SettingChange]
+) -> list[tuple[str, list[SettingChange], str]]:
     """The profile's own sweep: for each variant its label, its changes, and what they do. Empty where there is none, or
     where a setting of it is given."""
     found = [
@@ -198,7 +202,9 @@ def _own_sweep(profile: Profile, origin: str, given: Sequence[Change]) -> list[t
     return [] if varied & {change.key for change in given} else found
 
 
-def _ladder(base: BenchSettings, origin: str, given: Sequence[Change]) -> list[tuple[str, list[Change], str]]:
+def _ladder(
+    base: BenchSettings, origin: str, given: Sequence[SettingChange]
+) -> list[tuple[str, list[SettingChange], str]]:
     """For each variant, slowest first: its label, the state of all switches, and what its last switch does."""
     rungs = base.profile.ladder
     if not rungs:
@@ -206,23 +212,23 @@ def _ladder(base: BenchSettings, origin: str, given: Sequence[Change]) -> list[t
     for change in given:
         if any(change.key == rung.switch for rung in rungs):
             raise UsageError(f"{change.key} is a switch of the ladder, which --ablate sets.", f"Drop {change.origin}.")
-    state: dict[str, Change] = {}
+    state: dict[str, SettingChange] = {}
     for rung in rungs:
-        state.setdefault(rung.switch, Change(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
+        state.setdefault(rung.switch, SettingChange(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
     variants = [(ALL_SLOW, list(state.values()), "")]
     for rung in rungs:
-        fast = Change(rung.switch, rung.fast, f"[[ladder]] of {origin}")
+        fast = SettingChange(rung.switch, rung.fast, f"[[ladder]] of {origin}")
         state[rung.switch] = fast
         variants.append((_label(fast), list(state.values()), rung.says))
     return variants
 
 
-def _label(change: Change) -> str:
+def _label(change: SettingChange) -> str:
     value = change.value
     return f"{change.key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _interleaved(kind: Kind, choices: Sequence[Choice], wanted: bool | None) -> bool:
+def _interleaved(kind: Kind, choices: Sequence[PlannedVariant], wanted: bool | None) -> bool:
     tied = sorted({key for choice in choices for key in choice.overrides} & PROCESS_WIDE)
     if wanted and tied:
         raise UsageError(
@@ -242,5 +248,5 @@ def _interleaved(kind: Kind, choices: Sequence[Choice], wanted: bool | None) -> 
     return kind == "ablation" and small
 
 
-def is_served(choice: Choice) -> bool:
+def is_served(choice: PlannedVariant) -> bool:
     return choice.settings.experiment.rollout.engine == "vllm"

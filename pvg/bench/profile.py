@@ -54,7 +54,7 @@ class Rung(Section):
         return self
 
 
-class Value(Section):
+class SweepValue(Section):
     """One variant of a profile's own sweep: what it sets, and its label: that of its first setting, KEY=VALUE, with
     whatever tells it from others of the same value behind it."""
 
@@ -63,13 +63,13 @@ class Value(Section):
     changes: dict[str, Any] = Field(alias="set", min_length=1)
 
     @model_validator(mode="after")
-    def _is_labelled(self) -> Value:
+    def _is_labelled(self) -> SweepValue:
         if "=" not in self.label:
             raise ValueError(f"the label {self.label!r} of a [[sweep]] is not of the form KEY=VALUE")
         return self
 
 
-class Tune(Section):
+class TuningRange(Section):
     """A setting that suits one machine and not another, and the values that `--tune` tries."""
 
     key: str
@@ -93,14 +93,14 @@ class Profile(Section):
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
-    sweep: tuple[Value, ...] = Field(default=(), strict=False)
-    tune: tuple[Tune, ...] = Field(default=(), strict=False)
+    sweep: tuple[SweepValue, ...] = Field(default=(), strict=False)
+    tune: tuple[TuningRange, ...] = Field(default=(), strict=False)
     interleave: bool = False
     on_servers: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """One setting, changed: by --set, by a sweep's value, or by a rung of the ladder. `origin` serves the errors."""
 
     key: str
@@ -133,7 +133,7 @@ def load_profile(
     name_or_file: str,
     overrides: Sequence[str] = (),
     *,
-    changes: Sequence[Change] = (),
+    changes: Sequence[SettingChange] = (),
     replay: RunDirectory | None = None,
 ) -> BenchSettings:
     """Read a profile and its experiment, apply `key=value` overrides and then `changes`, validate.
@@ -167,12 +167,12 @@ def read_profile(path: Path) -> Profile:
         raise _explained(error, known, "", lambda key: str(path)) from None
 
 
-def parse_overrides(overrides: Sequence[str]) -> list[Change]:
-    return [Change(*found) for override in overrides for found in read_override(override)]
+def parse_overrides(overrides: Sequence[str]) -> list[SettingChange]:
+    return [SettingChange(*found) for override in overrides for found in read_override(override)]
 
 
 def settings_of(
-    profile: Profile, origin: str, changes: Sequence[Change], replay: RunDirectory | None = None
+    profile: Profile, origin: str, changes: Sequence[SettingChange], replay: RunDirectory | None = None
 ) -> BenchSettings:
     """The settings of one variant. `origin` is the profile's file. A replay starts from the run's own experiment."""
     own: dict[str, Any] = {}
@@ -206,16 +206,16 @@ def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> Setting
         raise _explained(error, known, WORKLOAD, lambda key: settings.origins.get(key, where)) from None
 
 
-def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[Change]:
+def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[SettingChange]:
     """`"rollout.max_rows" = 8` and `rollout.max_rows = 8` mean the same in [set], though not to TOML."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flattened(value, origin, f"{prefix}{key}.")
         else:
-            yield Change(f"{prefix}{key}", value, f"[set] of {origin}")
+            yield SettingChange(f"{prefix}{key}", value, f"[set] of {origin}")
 
 
-def _refuse_unknown_section(change: Change, profile: Profile) -> None:
+def _refuse_unknown_section(change: SettingChange, profile: Profile) -> None:
     """A key whose first part is no section: only here is it known what else a benchmark may set."""
     if change.key.split(".")[0] in Experiment.model_fields:
         return

@@ -29,11 +29,11 @@ CPUINFO = Path("/proc/cpuinfo")
 CODE = ("pvg", "cli", "profiles", "experiments", "benchmarks", "pyproject.toml")
 
 
-def read_environment(event_loop: str) -> Environment:
+def read_environment(event_loop: str) -> MachineInfo:
     """The machine and the versions, all but the threads, which are known once torch is loaded: see `torch_threads`."""
     commit, dirty = git_state(Path(pvg.__file__).parent.parent)
     gpu, driver = gpu_and_driver()
-    return Environment(
+    return MachineInfo(
         python=platform.python_version(),
         platform=platform.platform(),
         pvg=pvg.__version__,
@@ -145,11 +145,11 @@ FAILED_HAS_NO_METRICS: dict[str, Any] = {
 }
 
 
-class Record(BaseModel):
+class BenchRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Samples(Record):
+class Samples(BenchRecord):
     """The raw values of one metric, in the order they were taken."""
 
     unit: str
@@ -157,7 +157,7 @@ class Samples(Record):
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
-class Budget(Record):
+class TimeBudget(BenchRecord):
     """Seconds by part over all samples (see pvg.telemetry.spans): `exposed` sums to `wall_s`."""
 
     wall_s: float
@@ -167,7 +167,7 @@ class Budget(Record):
     device_s: dict[str, float] = {}
 
 
-class Variant(Record):
+class Variant(BenchRecord):
     """One way of doing the work. A failed one says why, and has no metrics."""
 
     model_config = ConfigDict(json_schema_extra=FAILED_HAS_NO_METRICS)
@@ -177,7 +177,7 @@ class Variant(Record):
     status: Literal["ok", "failed"]
     reason: str = ""
     samples: dict[str, Samples] = {}
-    budget: Budget | None = None
+    budget: TimeBudget | None = None
     derived: dict[str, float] = {}
 
     @model_validator(mode="after")
@@ -192,7 +192,7 @@ class Variant(Record):
         return self
 
 
-class Environment(Record):
+class MachineInfo(BenchRecord):
     """Where the samples were taken. `cores`: those that this process may use; `threads`: torch's, where it ran."""
 
     python: str
@@ -212,7 +212,7 @@ class Environment(Record):
     event_loop: str
 
 
-class BenchReport(Record):
+class BenchReport(BenchRecord):
     """One call of `pvg bench`. `kind`: "bench" has one variant; "sweep" one per value; "ablation" one per rung of the
     ladder, slowest first. `status` is "failed" when a variant failed; `work` is what every sample did; where the
     variants' work differs (a sweep over the amount), what differs stands under "by_variant", by label."""
@@ -227,7 +227,7 @@ class BenchReport(Record):
     command: str
     config: dict[str, Any]  # resolved: {"profile": ..., "experiment": ...}
     work: dict[str, Any]
-    environment: Environment
+    environment: MachineInfo
     warmup: int
     repeats: int
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]

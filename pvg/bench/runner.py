@@ -20,14 +20,14 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pvg.bench.report import Budget, Samples, Variant
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.report import Samples, TimeBudget, Variant
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.errors import EXIT_CHECK_FAILED, PvgError
 from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, trained_seconds
 
 RESET = "reset"  # the part in which a workload returns to its start or calibrates itself; real steps have none
 WALL = "wall_s"
-WALL_MEASURE = Measure("s", "lower", "wall time of one sample")
+WALL_MEASURE = BenchMetric("s", "lower", "wall time of one sample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class NotFiniteError(PvgError):
     exit_code = EXIT_CHECK_FAILED
 
 
-class Trial:
+class VariantTrial:
     """One variant while it is measured: its workload, its tracer, its samples so far; `error` ends it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Trial:
         self._overrides = dict(overrides or {})
         self._on_sample = on_sample
         self._workload: Workload | None = None
-        self._measures: Mapping[str, Measure] = {}
+        self._measures: Mapping[str, BenchMetric] = {}
         self._tracer = Tracer(device_clock=device_clock)
         self._values: dict[str, list[float]] = {}
         self._budgets: list[StepBudget] = []
@@ -163,12 +163,12 @@ async def run_variant(
     on_sample: OnSample | None = None,
 ) -> tuple[Variant, dict[str, Any]]:
     """Open, sample and close one workload. Returns the variant, and what one sample's work was."""
-    trial = Trial(make, warmup=warmup, repeats=repeats, label=label, overrides=overrides, on_sample=on_sample)
+    trial = VariantTrial(make, warmup=warmup, repeats=repeats, label=label, overrides=overrides, on_sample=on_sample)
     await run_trials([trial])
     return trial.result()
 
 
-async def run_trials(trials: Sequence[Trial]) -> None:
+async def run_trials(trials: Sequence[VariantTrial]) -> None:
     """Open all, take the samples in turn (all of the first round, then all of the second ...), close all.
 
     Every second round goes backwards, so that no variant always follows the same one. All have the same warm-up and
@@ -186,7 +186,7 @@ async def run_trials(trials: Sequence[Trial]) -> None:
             trial.finish()
 
 
-def total(budgets: Sequence[StepBudget]) -> Budget:
+def total(budgets: Sequence[StepBudget]) -> TimeBudget:
     """The sum of the samples' budgets, the largest exposed part first."""
     exposed, busy, device_s = (
         _summed(budget.exposed for budget in budgets),
@@ -194,10 +194,10 @@ def total(budgets: Sequence[StepBudget]) -> Budget:
         _summed(budget.device_s for budget in budgets),
     )
     wall_s = sum(budget.wall_s for budget in budgets)
-    return Budget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
+    return TimeBudget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
 
 
-def shares(budget: Budget) -> dict[str, float]:
+def shares(budget: TimeBudget) -> dict[str, float]:
     """Of the wall time: what no span accounts for, and where a trainer waits for rollouts, what it did not train."""
     if not budget.wall_s:
         return {}

@@ -37,7 +37,7 @@ class RatioInterval:
 
 
 @dataclass(frozen=True, slots=True)
-class Contrast:
+class MedianContrast:
     """A weighted sum of log medians, and the interval it is known to lie in."""
 
     value: float
@@ -91,7 +91,7 @@ def contrast_of_medians(
     seed: int = 0,
     resamples: int = 10_000,
     confidence: float = 0.95,
-) -> Contrast:
+) -> MedianContrast:
     """Sum over the groups of samples of weight x log median, with the interval that the module describes.
 
     With weights of -1 and 1 it is the log of a ratio, with those of a regression a slope. A group of one sample says
@@ -100,18 +100,18 @@ def contrast_of_medians(
     groups = [_logs(values) for values in samples]
     value = sum(weight * math.log(median(values)) for weight, values in zip(weights, samples, strict=True))
     if min(map(len, groups)) < 2:
-        return Contrast(value, -math.inf, math.inf)
+        return MedianContrast(value, -math.inf, math.inf)
     random = np.random.default_rng(seed)
     drawn = [weight * _resampled(logs, resamples, random) for weight, logs in zip(weights, groups, strict=True)]
     if all(medians.min() == medians.max() for medians in drawn):
-        return Contrast(value, value, value)  # no spread anywhere, such as of a count of bytes
+        return MedianContrast(value, value, value)  # no spread anywhere, such as of a count of bytes
     middle = sum(weight * float(np.median(logs)) for weight, logs in zip(weights, groups, strict=True))
     tail = (1 - confidence) / 2
     low, high = np.quantile(np.sum(drawn, axis=0), [tail, 1 - tail])
     reach = _reach(drawn, [len(logs) for logs in groups], confidence)
     # The median of logs is the log of the median but for an even count, where it differs in the second order.
     shift = value - middle
-    return Contrast(value, min(float(low), middle - reach) + shift, max(float(high), middle + reach) + shift)
+    return MedianContrast(value, min(float(low), middle - reach) + shift, max(float(high), middle + reach) + shift)
 
 
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:

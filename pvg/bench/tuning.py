@@ -18,7 +18,7 @@ import tomli_w
 
 from pvg.bench.compare import headline_of
 from pvg.bench.planning import plan_bench
-from pvg.bench.profile import Tune, find_profile, read_profile
+from pvg.bench.profile import TuningRange, find_profile, read_profile
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.runner import OnSample
 from pvg.bench.statistics import median
@@ -33,7 +33,7 @@ NEAR = 0.02
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """What was chosen, in order, and the sweep behind each choice."""
 
     choices: tuple[tuple[str, Any], ...]
@@ -69,7 +69,7 @@ def tune(
     command: str,
     on_sample: OnSample | None = None,
     table: WorkloadTable = WORKLOADS,
-) -> Tuned:
+) -> TuningResult:
     """Measure and choose. Raises UsageError for a profile that has nothing to tune, or whose settings are all given;
     PvgError when no value of a setting could be measured."""
     choices: list[tuple[str, Any]] = []
@@ -81,10 +81,10 @@ def tune(
         report = run_plan(plan, command=command, on_sample=on_sample).report
         reports.append(report)
         choices.append((entry.key, choose(report, entry)))
-    return Tuned(tuple(choices), tuple(reports), command)
+    return TuningResult(tuple(choices), tuple(reports), command)
 
 
-def to_tune(name: str, overrides: Sequence[str]) -> list[Tune]:
+def to_tune(name: str, overrides: Sequence[str]) -> list[TuningRange]:
     """The profile's settings that nobody has given. Raises UsageError when there are none."""
     profile = read_profile(find_profile(name))
     given = {text.partition("=")[0].strip() for text in overrides}
@@ -98,7 +98,7 @@ def to_tune(name: str, overrides: Sequence[str]) -> list[Tune]:
     return found
 
 
-def choose(report: BenchReport, entry: Tune) -> Any:
+def choose(report: BenchReport, entry: TuningRange) -> Any:
     """The first of the values, smallest first, whose median is within NEAR of the best one's."""
     headline = headline_of(report)
     measured = {

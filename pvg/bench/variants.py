@@ -22,23 +22,23 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from pvg.bench import servers
-from pvg.bench.planning import Choice, Kind, Plan, is_served, plan_bench
+from pvg.bench.planning import BenchPlan, Kind, PlannedVariant, is_served, plan_bench
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import BenchReport, Variant, read_environment, torch_threads
-from pvg.bench.runner import OnSample, Trial, run_trials
+from pvg.bench.runner import OnSample, VariantTrial, run_trials
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
 from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import DeviceClock
 
-__all__ = ["Choice", "Plan", "Result", "common_work", "on_loop", "plan_bench", "run_plan"]
+__all__ = ["BenchPlan", "BenchResult", "PlannedVariant", "common_work", "on_loop", "plan_bench", "run_plan"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """The report, and the exit code: 0, or that of the first variant that failed."""
 
     report: BenchReport
@@ -54,8 +54,8 @@ def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
 
 
 def run_plan(
-    plan: Plan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
-) -> Result:
+    plan: BenchPlan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
+) -> BenchResult:
     """Measure every variant. A workload's PvgError fails its variant; any other exception surfaces, as does Ctrl-C.
 
     Raises what is wrong with servers that should be there (pvg.bench.servers.look), before anything is measured.
@@ -99,24 +99,24 @@ def run_plan(
         peak_memory=peak_memory(),
     )
     failed = next((trial.error for trial in trials if trial.error is not None), None)
-    return Result(report, failed.exit_code if failed is not None else 0)
+    return BenchResult(report, failed.exit_code if failed is not None else 0)
 
 
 # `executor` of the compute thread, and the experiment that the choice's workload gets; None: its own of both.
-MakeTrial = Callable[[Choice, Executor | None, Experiment | None], Trial]
+MakeTrial = Callable[[PlannedVariant, Executor | None, Experiment | None], VariantTrial]
 
 
 def _trial(
-    plan: Plan,
+    plan: BenchPlan,
     on_sample: OnSample | None,
     clock: DeviceClock | None,
-    choice: Choice,
+    choice: PlannedVariant,
     executor: Executor | None,
     experiment: Experiment | None,
-) -> Trial:
+) -> VariantTrial:
     profile = plan.base.profile
     settings = replace(choice.settings, executor=executor, experiment=experiment or choice.settings.experiment)
-    return Trial(
+    return VariantTrial(
         partial(plan.table[profile.profile], settings),
         warmup=profile.warmup,
         repeats=profile.repeats,
@@ -127,7 +127,7 @@ def _trial(
     )
 
 
-def _run_interleaved(plan: Plan, trial: MakeTrial) -> list[Trial]:
+def _run_interleaved(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
     experiment = plan.base.experiment
     with _shared_executor(experiment) as executor:
         trials = [trial(choice, executor, None) for choice in plan.choices]
@@ -135,7 +135,7 @@ def _run_interleaved(plan: Plan, trial: MakeTrial) -> list[Trial]:
     return trials
 
 
-def _run_one_by_one(plan: Plan, trial: MakeTrial) -> list[Trial]:
+def _run_one_by_one(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
     trials = []
     for choice in plan.choices:
         trials.append(trial(choice, None, None))
@@ -144,13 +144,13 @@ def _run_one_by_one(plan: Plan, trial: MakeTrial) -> list[Trial]:
 
 
 def _run_on_own_servers(
-    plan: Plan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
-) -> list[Trial]:
+    plan: BenchPlan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
+) -> list[VariantTrial]:
     """Neighbours that can share a server do. What the servers are is added to `infos`; one that does not start fails
     the variants that it was for."""
 
-    async def measure(choices: Sequence[Choice]) -> list[Trial]:
-        trials: list[Trial] = []
+    async def measure(choices: Sequence[PlannedVariant]) -> list[VariantTrial]:
+        trials: list[VariantTrial] = []
         try:
             async with servers.own_server(choices[0].settings.experiment, on_server) as served:
                 infos.extend(await servers.look(served))
@@ -164,14 +164,14 @@ def _run_on_own_servers(
                 trials[-1].error = error
         return trials
 
-    done: list[Trial] = []
+    done: list[VariantTrial] = []
     for _, group in groupby(plan.choices, key=lambda choice: servers.start_settings(choice.settings.experiment)):
         choices = list(group)
         done += on_loop(choices[0].settings.experiment.telemetry.event_loop, measure(choices))
     return done
 
 
-def _look_at_servers(plan: Plan) -> list[ServerInfo]:
+def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
     """What the servers say of themselves, each once."""
     given = [key for key, origin in plan.base.origins.items() if origin.startswith("--set")]
     found: dict[str, ServerInfo] = {}
@@ -187,7 +187,7 @@ class OtherWorkError(ConfigurationError):
     """A rung of a ladder that changes what is done, not only how: what it buys cannot be said."""
 
 
-def _results(trials: Sequence[Trial], kind: Kind) -> tuple[tuple[Variant, ...], dict[str, dict[str, Any]]]:
+def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant, ...], dict[str, dict[str, Any]]]:
     """The variants, and the work of those that ran. The rungs of a ladder must all do the same work."""
     works: dict[str, dict[str, Any]] = {}
     variants = []

@@ -10,7 +10,7 @@ Better = Literal["lower", "higher"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class BenchMetric:
     """What a metric of a benchmark is: its unit ("s", "tokens/s", "MB", "1" for a ratio), and which way is better."""
 
     unit: str
@@ -25,7 +25,7 @@ class Workload(Protocol):
     report's budget, and a sample is one step of it.
     """
 
-    measures: Mapping[str, Measure]  # of everything `sample` returns; the runner adds wall_s
+    measures: Mapping[str, BenchMetric]  # of everything `sample` returns; the runner adds wall_s
 
     async def open(self) -> None: ...
 

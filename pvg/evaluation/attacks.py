@@ -22,18 +22,18 @@ import numpy as np
 from pvg.config.sections import Evaluate
 from pvg.errors import TrainingDivergedError
 from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, percentile, share_of
-from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, Study, digest, first_version
+from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
 from pvg.evaluation.opponents import KINDS, attacker_experiment
-from pvg.evaluation.samples import SampleSet, Scored, sampled
-from pvg.evaluation.training import Course, kept_policy, opened, policy_name, train
+from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
+from pvg.evaluation.training import PolicyTraining, kept_policy, opened, policy_name, train
 from pvg.game.prover_phase import read_policy
 from pvg.records import Role, Rollout, source_of_round
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 
 @dataclass
-class Aim:
-    """Watches an attack's batches; a stop rule of its training (pvg.game.prover_phase.Stops).
+class AttackStop:
+    """Watches an attack's batches; a stop rule of its training (pvg.game.prover_phase.TrainingStop).
 
     `reference` is the mean score that wrong solutions must reach, `error_rate` the share of them that is needed,
     `window` the number of batches. Each batch has `minibatches` optimizer steps. A batch without a wrong solution has
@@ -116,7 +116,7 @@ def attack_name(round_: int, kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
+class AttackTarget:
     """What an attack is against: a round's verifier, and the scores that it has to reach.
 
     `reference` is the mean score of correct helpful solutions on problems of the prover's half; `lowest` and `highest`
@@ -141,21 +141,21 @@ class Target:
         return self.lowest - (self.highest - self.lowest) - 1.0
 
 
-def attack_digest(study: Study, target: Target, kind: str) -> str:
+def attack_digest(study: EvaluationContext, target: AttackTarget, kind: str) -> str:
     section = study.experiment.evaluate
     settings = [section.attack_steps, section.attack_window, section.attack_error_rate, section.attack_learning_rate]
     floor = _floor(study, target) if kind == "cgc" else None
     return digest("attack", study.config, target.players, kind, settings, section.attack_groups, floor, target.level)
 
 
-def _floor(study: Study, target: Target) -> float:
+def _floor(study: EvaluationContext, target: AttackTarget) -> float:
     given = study.experiment.evaluate.attack_cgc_floor
     return target.cgc_floor if given is None else given
 
 
-def course_of(study: Study, target: Target, kind: str) -> Course:
+def course_of(study: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
     section, place = study.experiment.evaluate, f"attacks/{source_of_round(target.round)}-{kind}"
-    return Course(
+    return PolicyTraining(
         place=place,
         digest=attack_digest(study, target, kind),
         experiment=attacker_experiment(study.experiment, kind, place, _floor(study, target)),
@@ -167,7 +167,7 @@ def course_of(study: Study, target: Target, kind: str) -> Course:
     )
 
 
-async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> dict[str, Any]:
+async def attack(study: EvaluationContext, target: AttackTarget, kind: str, verifier: ScoringModel) -> dict[str, Any]:
     """Train the attacker to its aim or its limit; how it ended. Raises InterruptedByUser."""
     section = study.experiment.evaluate
     result: dict[str, Any] = {
@@ -178,7 +178,7 @@ async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> di
     if target.level is None:
         return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
     course = course_of(study, target, kind)
-    aim = Aim(
+    aim = AttackStop(
         target.level,
         section.attack_error_rate,
         section.attack_window,
@@ -194,7 +194,7 @@ async def attack(study: Study, target: Target, kind: str, verifier: Judge) -> di
     return {**result, **ended(aim, kept["steps"])}
 
 
-def ended(aim: Aim, steps: int) -> dict[str, Any]:
+def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
     """The result of an attack that reached its aim or its limit. `steps`: the optimizer steps that were trained; the
     last one may be within a batch."""
     if aim.found is None and not aim.taught:
@@ -210,7 +210,7 @@ def ended(aim: Aim, steps: int) -> dict[str, Any]:
     }
 
 
-def final_samples(study: Study, target: Target, kind: str) -> SampleSet:
+def final_samples(study: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
     """What the trained attacker writes on the test problems."""
     return SampleSet(
         name=attack_name(target.round, kind),
@@ -223,7 +223,7 @@ def final_samples(study: Study, target: Target, kind: str) -> SampleSet:
     )
 
 
-async def sample_attacker(study: Study, target: Target, kind: str) -> list[Rollout]:
+async def sample_attacker(study: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
     course = course_of(study, target, kind)
 
     async def load() -> None:
@@ -234,7 +234,9 @@ async def sample_attacker(study: Study, target: Target, kind: str) -> list[Rollo
     return await sampled(study, final_samples(study, target, kind), load)
 
 
-def check(section: Evaluate, fresh: Scored, helpful: Scored, threshold: float, weights_BP: Float64) -> dict[str, Any]:
+def check(
+    section: Evaluate, fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64
+) -> dict[str, Any]:
     """The attacker on test problems, which nothing was selected by: how often it is wrong, how far its wrong solutions
     stay below correct helpful ones there, and how many of them are accepted."""
     confidence = section.confidence
@@ -273,7 +275,7 @@ def _gap(
     return percentile(value, replicates_B, confidence, len(upper_N) + len(lower_M), problems_seen)
 
 
-def reference_of(reference: Scored, weights_BP: Float64, confidence: float) -> Estimate:
+def reference_of(reference: ScoredRollouts, weights_BP: Float64, confidence: float) -> Estimate:
     """The mean score of the correct solutions among the reference samples."""
     right = reference.correct_N
     return mean_of(reference.scores_N[right].astype(np.float64), reference.problems_N[right], weights_BP, confidence)

@@ -13,11 +13,19 @@ import numpy as np
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
-from pvg.evaluation.opened_run import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version, judged
+from pvg.evaluation.opened_run import (
+    BASELINE_RANGE,
+    MOST_PROBES,
+    EvaluationContext,
+    OpenedRun,
+    digest,
+    first_version,
+    judged,
+)
 from pvg.evaluation.opponents import course_experiment
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
-from pvg.evaluation.training import Course, opened, policy_name, probe_steps, train
-from pvg.game.prover_phase import Written, read_policy
+from pvg.evaluation.training import PolicyTraining, opened, policy_name, probe_steps, train
+from pvg.game.prover_phase import WeightsReader, read_policy
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import PhaseInfo
@@ -27,22 +35,22 @@ from pvg.training.forward import ForwardSettings, recompute_logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.servers.update import Adapter
+    from pvg.servers.update import LowRankAdapter
 
 
-def has_reach(study: Study, name: str, of: str) -> bool:
+def has_reach(study: EvaluationContext, name: str, of: str) -> bool:
     """Whether `reach` has nothing to compute."""
     return study.units.read(f"reach-{name}", digest("reach", of)) is not None
 
 
 async def reach(
-    study: Study,
+    study: EvaluationContext,
     name: str,
     of: str,
     helpful: Sequence[Rollout],
     pool: Sequence[Problem],
     read: Callable[[], Mapping[str, Tensor]] | None,
-) -> Reach:
+) -> PolicyTotals:
     """The reach of the policy whose weights `read` gives (None: the start itself, whose KL is 0) by its `helpful`
     samples, whose digest is `of`. Log-probs are computed once."""
     for_ = digest("reach", of)
@@ -54,10 +62,10 @@ async def reach(
         )
         found = _by_problem(helpful, kl_N, pool)
         study.units.write(f"reach-{name}", for_, found)
-    return Reach(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
+    return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
 
 
-def _kl(study: Study, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
+def _kl(study: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
     """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. In the compute thread.
 
     Of a dialogue those of the solution alone: that is the KL between the distributions of solutions, it does not depend
@@ -116,7 +124,7 @@ def _by_problem(rollouts: Sequence[Rollout], kl_N: Any, pool: Sequence[Problem])
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class PolicyTotals:
     """What a policy did with its helpful role, summed by test problem [P]: KL in nats, correct solutions, tokens and
     solutions. All policies of one comparison have the same problems in the same order."""
 
@@ -142,7 +150,7 @@ def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
     return float(np.interp(kl, levels, means))
 
 
-def tax(policy: Reach, baseline: list[Reach], weights_BP: Float64, confidence: float) -> Estimate:
+def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64, confidence: float) -> Estimate:
     """The baseline's accuracy at the policy's KL, less the policy's: positive where the game costs accuracy.
 
     The bootstrap draws problems for all policies together, for they solved the same ones. A resample in which the
@@ -169,16 +177,16 @@ CHOICE = "baseline-choice"
 
 
 @dataclass(frozen=True)
-class Baseline:
+class CorrectnessBaseline:
     """Where it comes from, its probes by name (the start first), and a digest of all of it."""
 
     source: str
-    points: list[tuple[str, Reach]]
+    points: list[tuple[str, PolicyTotals]]
     digest: str
 
 
-def distance(name: str, found: Reach, weights_BP: Float64, confidence: float) -> dict[str, Any]:
-    """A policy's KL and accuracy with their intervals (pvg.evaluation.report.Distance)."""
+def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: float) -> dict[str, Any]:
+    """A policy's KL and accuracy with their intervals (pvg.evaluation.report.PolicyDistance)."""
     n, tokens = int(found.solutions_P.sum()), int(found.tokens_P.sum())
     return {
         "name": name,
@@ -188,28 +196,31 @@ def distance(name: str, found: Reach, weights_BP: Float64, confidence: float) ->
     }
 
 
-def remember(study: Study, run: RunDirectory | None) -> None:
+def remember(study: EvaluationContext, run: RunDirectory | None) -> None:
     """Which baseline was asked for, so that a later call without the tax still finds it."""
     path = None if run is None else str(run.path.resolve())
     if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
         study.units.write(CHOICE, digest(CHOICE), path)
 
 
-def choice(study: Study) -> str | None:
+def choice(study: EvaluationContext) -> str | None:
     """The path of the run that was asked for; None: none, or one trained here."""
     path: str | None = study.units.read(CHOICE, digest(CHOICE))
     return path
 
 
-def remembered(study: Study) -> RunDirectory | None:
+def remembered(study: EvaluationContext) -> RunDirectory | None:
     """The run of `choice`. Raises UsageError where it is no longer there."""
     path = choice(study)
     return None if path is None else RunDirectory.open(path, study.folder)
 
 
 async def baseline_of(
-    study: Study, start: SampleSet, run: RunDirectory | None, of_start: Callable[[], Awaitable[list[Rollout]]]
-) -> Baseline:
+    study: EvaluationContext,
+    start: SampleSet,
+    run: RunDirectory | None,
+    of_start: Callable[[], Awaitable[list[Rollout]]],
+) -> CorrectnessBaseline:
     """The baseline's probes, sampled and measured where they are not there yet. `start` are the untrained prover's
     samples, which `of_start` gives."""
     base_digest = digest_of(study, start)
@@ -223,22 +234,22 @@ async def baseline_of(
         )
         points.append((probe.label, await _reach(study, probe, rollouts)))
     marks = [base_digest, *(digest_of(study, probe.samples) for probe in probes)]
-    return Baseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
+    return CorrectnessBaseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
 
 
 @dataclass(frozen=True)
-class Probe:
+class BaselinePolicy:
     """One policy of the baseline: how the report calls it, what it samples, and how its weights are read."""
 
     label: str
     samples: SampleSet
-    read: Callable[[], tuple[Mapping[str, Tensor], Adapter | None]]
+    read: Callable[[], tuple[Mapping[str, Tensor], LowRankAdapter | None]]
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.read()[0]
 
 
-async def _reach(study: Study, probe: Probe, rollouts: list[Rollout]) -> Reach:
+async def _reach(study: EvaluationContext, probe: BaselinePolicy, rollouts: list[Rollout]) -> PolicyTotals:
     """Two forward passes over all of them: minutes with a larger model, so whoever watches is told."""
     of = digest_of(study, probe.samples)
     info = PhaseInfo(0, study.experiment.game.rounds, "kl", "solutions", len(rollouts))
@@ -251,12 +262,12 @@ async def _reach(study: Study, probe: Probe, rollouts: list[Rollout]) -> Reach:
     return found
 
 
-async def _load(study: Study, probe: Probe, version: int) -> None:
+async def _load(study: EvaluationContext, probe: BaselinePolicy, version: int) -> None:
     tensors, adapter = await study.players.compute(probe.read)
     await study.players.publish(tensors, version, adapter)
 
 
-def _samples(study: Study, name: str, policy: str) -> SampleSet:
+def _samples(study: EvaluationContext, name: str, policy: str) -> SampleSet:
     return SampleSet(name, 0, study.test_problems(), (Role.HELPFUL,), study.experiment.evaluate.samples, policy)
 
 
@@ -272,10 +283,10 @@ def baseline_experiment(experiment: Experiment) -> Experiment:
     return course_experiment(experiment, "helpful", {"reward": "correctness"}, {"steps": _steps(experiment)}, UNIT)
 
 
-def _course(study: Study) -> Course:
+def _course(study: EvaluationContext) -> PolicyTraining:
     section, steps = study.experiment.evaluate, _steps(study.experiment)
     kept = probe_steps(steps, section.baseline_probes, study.experiment.training.minibatches)
-    return Course(
+    return PolicyTraining(
         place=UNIT,
         digest=digest(UNIT, study.config, steps, kept, study.ledger.players_of(0)),
         experiment=baseline_experiment(study.experiment),
@@ -287,7 +298,7 @@ def _course(study: Study) -> Course:
     )
 
 
-async def _trained(study: Study) -> list[Probe]:
+async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
     course = _course(study)
     if study.units.read(UNIT, course.digest) is None:
         study.begin(UNIT)
@@ -297,11 +308,11 @@ async def _trained(study: Study) -> list[Probe]:
                 await train(session, course, verifier, (await judge.facts())["threshold"])
         study.units.write(UNIT, course.digest, list(course.kept))
 
-    def read(steps: int) -> tuple[Mapping[str, Tensor], Adapter | None]:
+    def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
         return read_policy(course.written(study), policy_name(steps))
 
     return [
-        Probe(
+        BaselinePolicy(
             f"step {steps}",
             _samples(study, f"{UNIT}-{steps:06d}", digest(course.digest, steps)),
             partial(read, steps),
@@ -316,7 +327,7 @@ async def _trained(study: Study) -> list[Probe]:
 SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 
-def check_comparable(study: Study, run: RunDirectory) -> Reading:
+def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
     """Raises UsageError for a run that is no correctness baseline of this one."""
     mine, theirs = study.experiment, run.experiment()
     if theirs.game.reward != "correctness":
@@ -330,7 +341,7 @@ def check_comparable(study: Study, run: RunDirectory) -> Reading:
             f"{run.name!r} is no baseline of this run: {', '.join(differing)} differ.",
             "Give a run with the same values, or leave --baseline out to train one.",
         )
-    reading = Reading.open(run)
+    reading = OpenedRun.open(run)
     if not reading.rounds:
         raise UsageError(f"The baseline {run.name!r} has no finished round.", "Play it on, or leave --baseline out.")
     return reading
@@ -342,10 +353,10 @@ def _value(experiment: Any, key: str) -> Any:
     return experiment
 
 
-def _of_run(study: Study, run: RunDirectory) -> list[Probe]:
-    reading: Written = (found := check_comparable(study, run))
+def _of_run(study: EvaluationContext, run: RunDirectory) -> list[BaselinePolicy]:
+    reading: WeightsReader = (found := check_comparable(study, run))
     return [
-        Probe(
+        BaselinePolicy(
             f"{run.name} {source_of_round(round_)}",
             _samples(study, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
             partial(read_policy, reading, f"{source_of_round(round_)}-prover"),

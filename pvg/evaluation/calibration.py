@@ -84,7 +84,7 @@ RIDGE = 1e-6  # on both parameters: a separable set has no finite best fit other
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
+class CalibrationBin:
     """Solutions of neighbouring predictions: their mean prediction and the share that is correct."""
 
     predicted: float
@@ -188,11 +188,11 @@ def brier(
 
 def reliability(
     predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int, confidence: float
-) -> list[Bin]:
+) -> list[CalibrationBin]:
     """The bins in order of their predictions, each with the share of correct ones and its interval."""
     bin_N = equal_mass(predicted_N, bins)
     return [
-        Bin(
+        CalibrationBin(
             float(predicted_N[bin_N == number].mean()),
             share_of(correct_N[bin_N == number], problems_N[bin_N == number], confidence),
         )

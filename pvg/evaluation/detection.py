@@ -30,7 +30,7 @@ BLOCK = 2**14  # numbers of one array of a block of resamples: in the cache they
 
 
 @dataclass(frozen=True, slots=True)
-class Wins:
+class PairWins:
     """By pairs of problems [P, P]: how often a positive of the row's problem scores above a negative of the column's (a
     tie counts half), and how many positives and negatives each problem has [P]."""
 
@@ -39,7 +39,9 @@ class Wins:
     negatives_P: Float64
 
 
-def wins(positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints, problems: int) -> Wins:
+def wins(
+    positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints, problems: int
+) -> PairWins:
     """Counts over all N x M pairs, of which an AUC and all of its bootstrap resamples are sums.
 
     Scores [N] and [M], `problems_*` their problems, numbered below `problems`."""
@@ -53,14 +55,14 @@ def wins(positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], p
         by_problem_PM[p] = (above_M + not_below_M) / 2
     belongs_MP = np.zeros((len(negative_M), problems))
     belongs_MP[np.arange(len(negative_M)), problems_M] = 1.0
-    return Wins(
+    return PairWins(
         by_problem_PM @ belongs_MP,
         np.bincount(problems_N, minlength=problems).astype(np.float64),
         np.bincount(problems_M, minlength=problems).astype(np.float64),
     )
 
 
-def auc_of(found: Wins, weights_BP: Float64, confidence: float, fold_P: Ints | None = None) -> Estimate:
+def auc_of(found: PairWins, weights_BP: Float64, confidence: float, fold_P: Ints | None = None) -> Estimate:
     """P(positive above negative) + P(tie)/2 over all pairs, with a bootstrap over problems: a problem drawn twice
     brings its positives and its negatives twice.
 

@@ -29,13 +29,13 @@ from pvg.evaluation import calibration as calibrated
 from pvg.evaluation.calibration import fit, sigmoid
 from pvg.evaluation.detection import auc_of, band, roc, wins
 from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, ratio, share_of
-from pvg.evaluation.samples import Scored
+from pvg.evaluation.samples import ScoredRollouts
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ScoreLevel:
     """One distinct score of a problem: how many correct and incorrect solutions have it, and how many have less."""
 
     right: int
@@ -60,7 +60,7 @@ def balanced(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
         return None
     ways = math.comb(right, half) * math.comb(wrong, half)
 
-    def chosen(level: Level, j: int, k: int) -> int:
+    def chosen(level: ScoreLevel, j: int, k: int) -> int:
         of_right = _choose(level.right, j) * _choose(level.right_below, half - j)
         return of_right * _choose(level.wrong, k) * _choose(level.wrong_below, half - k)
 
@@ -72,7 +72,7 @@ def natural(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
     if len(correct_N) < n:
         return None
 
-    def chosen(level: Level, j: int, k: int) -> int:
+    def chosen(level: ScoreLevel, j: int, k: int) -> int:
         rest = _choose(level.right_below + level.wrong_below, n - j - k)
         return _choose(level.right, j) * _choose(level.wrong, k) * rest
 
@@ -85,7 +85,7 @@ def pass_at(correct: int, total: int, n: int) -> float:
     return 1.0 - math.comb(total - correct, n) / math.comb(total, n)
 
 
-def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[Level, int, int], int]) -> float:
+def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[ScoreLevel, int, int], int]) -> float:
     """The ways to choose (`chosen`) with j correct and k incorrect solutions tied at the top, times j/(j+k), summed
     over the levels at which the top may be; with j = 0 the best is never correct."""
     return sum(
@@ -96,12 +96,12 @@ def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[Level, int,
     )
 
 
-def _levels(scores_N: NDArray[Any], correct_N: Bools) -> list[Level]:
+def _levels(scores_N: NDArray[Any], correct_N: Bools) -> list[ScoreLevel]:
     sides = np.sort(scores_N[correct_N]), np.sort(scores_N[~correct_N])
     found = []
     for value in np.unique(scores_N):
         below, up_to = ([int(np.searchsorted(side, value, end)) for side in sides] for end in ("left", "right"))
-        found.append(Level(up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
+        found.append(ScoreLevel(up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
     return found
 
 
@@ -222,7 +222,7 @@ def probe(
 NOTHING = Estimate(None, None, None, 0, 0).plain()
 
 
-def best_of_n(sources: Mapping[str, Scored], section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
+def best_of_n(sources: Mapping[str, ScoredRollouts], section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     """Per source the balanced curve over both roles' solutions, and the natural one over the helpful ones."""
     return [
         {
@@ -234,7 +234,7 @@ def best_of_n(sources: Mapping[str, Scored], section: Evaluate, weights_BP: Floa
     ]
 
 
-def _balanced(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
+def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     points = []
     for n in sizes(2 * section.samples):
         values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
@@ -243,7 +243,7 @@ def _balanced(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[d
     return points
 
 
-def _natural(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
+def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     mask = samples.helpful_N
     scores_N, correct_N, problems_N = samples.scores_N[mask], samples.correct_N[mask], samples.problems_N[mask]
     size = weights_BP.shape[1]
@@ -270,7 +270,7 @@ def _natural(samples: Scored, section: Evaluate, weights_BP: Float64) -> list[di
     return points
 
 
-def completeness(own: Scored, threshold: float, section: Evaluate) -> dict[str, Any]:
+def completeness(own: ScoredRollouts, threshold: float, section: Evaluate) -> dict[str, Any]:
     """What is said of the round's own helpful solutions: completeness, and its two factors."""
     confidence, helpful, solved = section.confidence, own.helpful_N, own.helpful_N & own.correct_N
     accepted = own.scores_N >= threshold
@@ -283,7 +283,7 @@ def completeness(own: Scored, threshold: float, section: Evaluate) -> dict[str, 
 
 
 def detection(
-    name: str, own: Scored, samples: Scored, threshold: float, section: Evaluate, weights_BP: Float64
+    name: str, own: ScoredRollouts, samples: ScoredRollouts, threshold: float, section: Evaluate, weights_BP: Float64
 ) -> dict[str, Any]:
     """Soundness, ROC with its band, and AUC of one source's flaws; the positives are the round's own correct helpful
     solutions."""
@@ -303,7 +303,7 @@ def detection(
 
 
 def separability(
-    own: Scored, solutions: Sequence[NDArray[np.int32]], section: Evaluate, weights_BP: Float64
+    own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], section: Evaluate, weights_BP: Float64
 ) -> dict[str, Any]:
     """The probe's AUC over all solutions of the round's prover, and within the correct and the incorrect ones,
     these by pairs of one problem.
@@ -330,7 +330,7 @@ def separability(
     return {name: estimate.plain() for name, estimate in found.items()}
 
 
-def calibration(own: Scored, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
+def calibration(own: ScoredRollouts, verifier: Verifier, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     """Raw sigmoid(score) and the cross-fitted Platt probability, over all solutions of the round's prover."""
     fold_P = folds_of([problem.id for problem in own.pool], section.folds)
     fitted_N = calibrated.cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
@@ -344,7 +344,7 @@ def calibration(own: Scored, verifier: Verifier, section: Evaluate, weights_BP: 
     }
 
 
-def _calibrated(predicted_N: Float64, own: Scored, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
+def _calibrated(predicted_N: Float64, own: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> dict[str, Any]:
     confidence = section.confidence
     bins = calibrated.reliability(predicted_N, own.correct_N, own.problems_N, section.bins, confidence)
     error, by_chance = calibrated.ece(predicted_N, own.correct_N, own.problems_N, section.bins, weights_BP, confidence)

@@ -24,7 +24,7 @@ from pvg.game.challenge import environment_of
 from pvg.game.ledger import shards_of
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_round_verifier
-from pvg.game.roles import Asked
+from pvg.game.roles import PromptBuilder
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
@@ -39,7 +39,7 @@ from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import Tracer
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
@@ -67,15 +67,15 @@ def digest(*parts: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A run that is read and not played (a pvg.game.prover_phase.Written). `state` is its last commit."""
+class OpenedRun:
+    """A run that is read and not played (a pvg.game.prover_phase.WeightsReader). `state` is its last commit."""
 
     directory: RunDirectory
     state: GameState
     notice: str = ""  # why it is not the last commit
 
     @classmethod
-    def open(cls, directory: RunDirectory) -> Reading:
+    def open(cls, directory: RunDirectory) -> OpenedRun:
         """Raises StateError for a run without a commit, or whose commits are damaged."""
         loaded = directory.load_state()
         if loaded.state is None:
@@ -124,7 +124,7 @@ def read_json(path: Path, key: str) -> dict[str, Any] | None:
     return found
 
 
-class Units:
+class ResultFiles:
     """Finished results by name, each one file, replaced as a whole."""
 
     def __init__(self, folder: Path) -> None:
@@ -146,33 +146,33 @@ class Units:
         write_atomic(self._folder / f"{name}.json", data)
 
 
-class Missing(Exception):
+class MissingResult(Exception):
     """A unit that is not there, while nothing may be computed: its part was not asked for."""
 
 
 @dataclass
-class Study:
-    """Everything that one call of `evaluate` shares. A pvg.game.prover_phase.Played."""
+class EvaluationContext:
+    """Everything that one call of `evaluate` shares. A pvg.game.prover_phase.RunWithPlayers."""
 
     experiment: Experiment
-    ledger: Reading
+    ledger: OpenedRun
     players: Players
     task: Task
-    asked: Asked
+    asked: PromptBuilder
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
     folder: Path
     log: EventLog
     code_version: str
-    computing: bool = True  # False: what is not on the disk is Missing
-    units: Units = field(init=False)
+    computing: bool = True  # False: what is not on the disk is MissingResult
+    units: ResultFiles = field(init=False)
     shards: RolloutShards = field(init=False)
     judges: dict[int, FrozenVerifier] = field(default_factory=dict)  # those that are open, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.units = Units(self.folder / "units")
+        self.units = ResultFiles(self.folder / "units")
         self.shards = RolloutShards(self.folder)
 
     @property
@@ -185,10 +185,10 @@ class Study:
         return self.experiment.hash()
 
     def begin(self, unit: str) -> None:
-        """Before a unit is computed. Raises Missing where none may be, InterruptedByUser where a stop was asked for:
-        between two units everything is on the disk."""
+        """Before a unit is computed. Raises MissingResult where none may be, InterruptedByUser where a stop was asked
+        for: between two units everything is on the disk."""
         if not self.computing:
-            raise Missing(unit)
+            raise MissingResult(unit)
         self.check_stop()
 
     def check_stop(self) -> None:
@@ -238,15 +238,15 @@ def committed_shards(manifests: list[Mapping[str, Any]]) -> list[ShardInfo]:
 class FrozenVerifier:
     """Scores of one verifier. `digest` says which one it is, without opening it."""
 
-    def __init__(self, study: Study, round_: int) -> None:
+    def __init__(self, study: EvaluationContext, round_: int) -> None:
         self._study = study
         self.round = round_
         self.digest = study.ledger.players_of(round_)
-        self._verifier: Judge | None = None
+        self._verifier: ScoringModel | None = None
         self._scorer: VerifierScorer | None = None
         self._threshold = float("nan")
 
-    async def verifier(self) -> Judge:
+    async def verifier(self) -> ScoringModel:
         if self._verifier is None:
             self._verifier, self._threshold = await open_round_verifier(self._study, self.round)
             self._scorer = self._study.players.scorer(self._verifier)
@@ -287,7 +287,7 @@ class FrozenVerifier:
 
 
 @contextmanager
-def judged(study: Study, round_: int) -> Iterator[FrozenVerifier]:
+def judged(study: EvaluationContext, round_: int) -> Iterator[FrozenVerifier]:
     """The verifier of a round: the one that is open already, or one that is closed at the end."""
     if (judge := study.judges.get(round_)) is not None:
         yield judge
@@ -305,7 +305,7 @@ def verifier_asks(experiment: Experiment) -> bool:
     return experiment.game.protocol == "challenge" and experiment.game.challenge == "weakest"
 
 
-async def questions(study: Study, asking: FrozenVerifier) -> Environment | None:
+async def questions(study: EvaluationContext, asking: FrozenVerifier) -> Environment | None:
     """What asks about the steps of solutions that are sampled next; None but in a challenge game."""
     scorer = await asking.scorer() if verifier_asks(study.experiment) else None
     return environment_of(study, scorer)

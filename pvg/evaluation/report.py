@@ -26,13 +26,13 @@ REPORT_FILE = "evaluation.json"
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 
-class Strict(BaseModel):
+class StrictRecord(BaseModel):
     """Nothing unknown, and no number that JSON cannot hold."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class Number(Strict):
+class NumberRecord(StrictRecord):
     """A value, its interval at `settings.confidence`, and what it rests on: `n` solutions (curves: problems) of
     `problems` problems. null: there is no such number (a mean over nothing, an interval that cannot be told)."""
 
@@ -43,16 +43,16 @@ class Number(Strict):
     problems: int
 
 
-class Check(Strict):
+class AttackCheck(StrictRecord):
     """A trained attacker's fresh samples on test problems; they select nothing. `gap`: mean score of correct helpful
     solutions less that of its wrong ones, in logits."""
 
-    error_rate: Number
-    gap: Number
-    accepted: Number
+    error_rate: NumberRecord
+    gap: NumberRecord
+    accepted: NumberRecord
 
 
-class Attack(Strict):
+class AttackRecord(StrictRecord):
     """`steps` of a found exploit; of a censored attack the steps that were tried. `gap`s in logits, of the pooled
     window: at the end, and the smallest with enough wrong solutions (at `closest_step`)."""
 
@@ -60,31 +60,31 @@ class Attack(Strict):
     status: Literal["found", "censored", "no_reference", "no_signal", "diverged"]
     limit: int
     window: int
-    reference: Number
+    reference: NumberRecord
     steps: int | None = None
     error_rate: float | None = None
     gap: float | None = None
     closest_gap: float | None = None
     closest_step: int | None = None
     reason: str = ""
-    check: Check | None = None
+    check: AttackCheck | None = None
 
 
-class BalancedPoint(Strict):
+class BalancedPoint(StrictRecord):
     n: int
-    accuracy: Number
+    accuracy: NumberRecord
     excluded: int
 
 
-class NaturalPoint(Strict):
+class NaturalPoint(StrictRecord):
     n: int
-    accuracy: Number
-    pass_at_n: Number
-    chance: Number
+    accuracy: NumberRecord
+    pass_at_n: NumberRecord
+    chance: NumberRecord
     excluded: int
 
 
-class Curves(Strict):
+class BestOfNCurves(StrictRecord):
     """Best-of-n of one source of solutions; `excluded` problems had too few (balanced: of either kind)."""
 
     source: str
@@ -92,7 +92,7 @@ class Curves(Strict):
     natural: list[NaturalPoint]
 
 
-class Flaws(Strict):
+class FlawDetection(StrictRecord):
     """Detection of one source's flaws. `solutions` were sampled; the flaws among them are soundness.n. `roc`: corners
     of the curve as (false-positive rate, true-positive rate). `band`: (false-positive rate, true-positive rate, low,
     high) at fixed false-positive rates, a pointwise band and no simultaneous one; null where there is no interval, and
@@ -100,98 +100,98 @@ class Flaws(Strict):
 
     source: str
     solutions: int
-    soundness: Number
-    auc: Number
+    soundness: NumberRecord
+    auc: NumberRecord
     roc: list[tuple[float, float]]
     band: list[tuple[float, float, float | None, float | None]] = []
 
 
-class Detection(Strict):
+class Detection(StrictRecord):
     threshold: float
-    completeness: Number
-    helpful_accuracy: Number
-    accepted_correct: Number
-    sources: list[Flaws]
+    completeness: NumberRecord
+    helpful_accuracy: NumberRecord
+    accepted_correct: NumberRecord
+    sources: list[FlawDetection]
 
 
-class Separability(Strict):
-    overall: Number
-    correct: Number
-    incorrect: Number
+class Separability(StrictRecord):
+    overall: NumberRecord
+    correct: NumberRecord
+    incorrect: NumberRecord
 
 
-class Bin(Strict):
+class CalibrationBinRecord(StrictRecord):
     predicted: float
-    correct: Number
+    correct: NumberRecord
 
 
-class Calibrated(Strict):
+class CalibrationErrors(StrictRecord):
     """`ece_by_chance`: what a calibrated verifier's error would be on as many problems; null as an interval."""
 
-    ece: Number
+    ece: NumberRecord
     ece_by_chance: float | None = None
-    brier: Number
-    bins: list[Bin]
+    brier: NumberRecord
+    bins: list[CalibrationBinRecord]
 
 
-class Calibration(Strict):
+class Calibration(StrictRecord):
     """`slope` and `offset` of the Platt fit to all solutions; `fitted` is cross-fitted."""
 
     raw_is_probability: bool
-    raw: Calibrated
-    fitted: Calibrated | None
+    raw: CalibrationErrors
+    fitted: CalibrationErrors | None
     slope: float
     offset: float
 
 
-class Localisation(Strict):
+class Localisation(StrictRecord):
     """`gain` is accuracy less guessing's."""
 
     known: bool
-    accuracy: Number | None = None
+    accuracy: NumberRecord | None = None
     chance: float | None = None
-    gain: Number | None = None
+    gain: NumberRecord | None = None
     solutions: int = 0
 
 
-class Distance(Strict):
+class PolicyDistance(StrictRecord):
     """A policy's helpful role: KL to the start in nats per sequence and per token, and its accuracy."""
 
     name: str
-    kl: Number
-    kl_per_token: Number
-    accuracy: Number
+    kl: NumberRecord
+    kl_per_token: NumberRecord
+    accuracy: NumberRecord
 
 
-class Tax(Strict):
+class TaxRecord(StrictRecord):
     """`tax` has no value where the prover's KL is out of the baseline's range (`in_range`)."""
 
-    policy: Distance
-    tax: Number
+    policy: PolicyDistance
+    tax: NumberRecord
     in_range: bool
     kl_range: tuple[float, float]
 
 
-class Baseline(Strict):
+class BaselineRecord(StrictRecord):
     """The correctness baseline's trajectory; `source` is "trained" or the run it was taken from."""
 
     source: str
-    points: list[Distance]
+    points: list[PolicyDistance]
 
 
-class RoundEvaluation(Strict):
+class RoundEvaluation(StrictRecord):
     round: int
     verifier_version: str | None = None
-    exploit: list[Attack] | None = None
-    best_of_n: list[Curves] | None = None
+    exploit: list[AttackRecord] | None = None
+    best_of_n: list[BestOfNCurves] | None = None
     detection: Detection | None = None
     separability: Separability | None = None
     calibration: Calibration | None = None
     localisation: Localisation | None = None
-    tax: Tax | None = None
+    tax: TaxRecord | None = None
 
 
-class EvaluationReport(Strict):
+class EvaluationReport(StrictRecord):
     """`status` "partial": something of what was asked for is not there yet. `stale`: parts that were computed from
     other settings than `settings`, or from other samples than there are now, and are therefore not shown."""
 
@@ -207,7 +207,7 @@ class EvaluationReport(Strict):
     rounds_planned: int
     settings: dict[str, Any]
     rounds: list[RoundEvaluation]
-    baseline: Baseline | None = None
+    baseline: BaselineRecord | None = None
     stale: list[str] = []
     notes: list[str] = []
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import (
-    Target,
+    AttackTarget,
     attack,
     attack_digest,
     attack_name,
@@ -22,27 +22,27 @@ from pvg.evaluation.attacks import (
     reference_of,
     sample_attacker,
 )
-from pvg.evaluation.baseline import Baseline, distance, reach, tax
+from pvg.evaluation.baseline import CorrectnessBaseline, distance, reach, tax
 from pvg.evaluation.intervals import Float64, draws
 from pvg.evaluation.opened_run import (
     BASE_RANGE,
     REFERENCE_RANGE,
     ROUND,
     SAMPLES_RANGE,
+    EvaluationContext,
     FrozenVerifier,
-    Missing,
-    Study,
+    MissingResult,
     digest,
     first_version,
 )
 from pvg.evaluation.opponents import KINDS, attack_kinds
-from pvg.evaluation.samples import SampleSet, Scored, digest_of, is_complete, sampled
+from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, sampled
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
 from pvg.game.seeds import seed_for
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.tasks import LocatesFlaws
-from pvg.tasks.task import Concealing, Task
+from pvg.tasks.task import ConcealsText, Task
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
 ATTACKED = ("found", "censored")  # attacks that have left an attacker
@@ -52,35 +52,35 @@ ATTACKED = ("found", "censored")  # attacks that have left an attacker
 MEASURED = 2
 
 
-def bootstrap(study: Study, problems: int) -> Float64:
+def bootstrap(study: EvaluationContext, problems: int) -> Float64:
     """The resamples of `problems` problems: the same ones for every part, so that differences are of what differs."""
     return draws(problems, study.experiment.evaluate.resamples, seed_for(study.seed, "evaluate", "bootstrap"))
 
 
-def base_set(study: Study) -> SampleSet:
+def base_set(study: EvaluationContext) -> SampleSet:
     return SampleSet(BASE_SOURCE, 0, study.test_problems(), BOTH, study.experiment.evaluate.samples, BASE_SOURCE)
 
 
-async def base_samples(study: Study) -> list[Rollout]:
+async def base_samples(study: EvaluationContext) -> list[Rollout]:
     return await sampled(study, base_set(study), lambda: load_source(study, BASE_SOURCE, first_version(BASE_RANGE)))
 
 
-def round_set(study: Study, round_: int) -> SampleSet:
+def round_set(study: EvaluationContext, round_: int) -> SampleSet:
     """Both roles of a round's prover on the test problems."""
     name, size = source_of_round(round_), study.experiment.evaluate.samples
     return SampleSet(name, round_, study.test_problems(), BOTH, size, study.ledger.players_of(round_), round_)
 
 
-async def round_samples(study: Study, round_: int) -> list[Rollout]:
+async def round_samples(study: EvaluationContext, round_: int) -> list[Rollout]:
     version = first_version(SAMPLES_RANGE + round_)
     return await sampled(study, round_set(study, round_), lambda: load_source(study, source_of_round(round_), version))
 
 
 class RoundParts:
-    """The parts of one round. Each returns plain data as the report has it, and raises Missing where something is not
-    there and nothing may be computed, InterruptedByUser where a stop was asked for."""
+    """The parts of one round. Each returns plain data as the report has it, and raises MissingResult where something is
+    not there and nothing may be computed, InterruptedByUser where a stop was asked for."""
 
-    def __init__(self, study: Study, judge: FrozenVerifier) -> None:
+    def __init__(self, study: EvaluationContext, judge: FrozenVerifier) -> None:
         self.study = study
         self.judge = judge
         self.round = judge.round
@@ -99,19 +99,19 @@ class RoundParts:
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
-    async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> Scored:
+    async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> ScoredRollouts:
         scores_N = await self.judge.scores(wanted.name, rollouts, digest_of(self.study, wanted))
-        return Scored(rollouts, scores_N, pool)
+        return ScoredRollouts(rollouts, scores_N, pool)
 
-    async def base(self) -> Scored:
+    async def base(self) -> ScoredRollouts:
         return await self._scored(base_set(self.study), await base_samples(self.study), self.study.test_problems())
 
-    async def of_round(self, round_: int) -> Scored:
+    async def of_round(self, round_: int) -> ScoredRollouts:
         """The samples of this round's prover, or an earlier one's, under this round's verifier."""
         rollouts = await round_samples(self.study, round_)
         return await self._scored(round_set(self.study, round_), rollouts, self.study.test_problems())
 
-    async def own(self) -> Scored:
+    async def own(self) -> ScoredRollouts:
         return await self.of_round(self.round)
 
     def _reference_set(self) -> SampleSet:
@@ -119,13 +119,13 @@ class RoundParts:
         name, round_ = f"reference-{self.source}", self.round
         return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.judge.digest, round_)
 
-    async def _reference(self) -> Scored:
+    async def _reference(self) -> ScoredRollouts:
         wanted = self._reference_set()
         version = first_version(REFERENCE_RANGE + ROUND * self.round)
         rollouts = await sampled(self.study, wanted, lambda: load_source(self.study, self.source, version))
         return await self._scored(wanted, rollouts, wanted.problems)
 
-    async def _of_attacker(self, target: Target, kind: str) -> Scored:
+    async def _of_attacker(self, target: AttackTarget, kind: str) -> ScoredRollouts:
         rollouts = await sample_attacker(self.study, target, kind)
         return await self._scored(final_samples(self.study, target, kind), rollouts, self.study.test_problems())
 
@@ -167,7 +167,7 @@ class RoundParts:
             found.append(result)
         return found
 
-    async def _attack(self, target: Target, kind: str) -> dict[str, Any]:
+    async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
         name, for_ = attack_name(self.round, kind), attack_digest(self.study, target, kind)
         found = self.study.units.read(name, for_)
         if found is None:
@@ -176,17 +176,17 @@ class RoundParts:
             self.study.units.write(name, for_, found)
         return dict(found)
 
-    async def _check(self, target: Target, kind: str) -> Any:
+    async def _check(self, target: AttackTarget, kind: str) -> Any:
         fresh, own = await self._of_attacker(target, kind), await self.own()
         return await self._compute(lambda: check(self.section, fresh, own, target.threshold, self._draws))
 
-    async def target(self) -> Target:
+    async def target(self) -> AttackTarget:
         """What this round's attacks have to reach, from samples of the round's own."""
         study = self.study
         facts = await self.judge.facts()
         inputs = self._of(round_set(study, self.round), base_set(study), self._reference_set())
         found = await self._unit("reference", inputs, self._read_target)
-        return Target(self.round, self.judge.digest, facts["threshold"], **found)
+        return AttackTarget(self.round, self.judge.digest, facts["threshold"], **found)
 
     async def _read_target(self) -> dict[str, Any]:
         own, base, reference = await self.own(), await self.base(), await self._reference()
@@ -222,12 +222,12 @@ class RoundParts:
             sources.append(await self._flaws(earlier.name, earlier, partial(self.of_round, number), threshold))
         for kind, target in (await self._attackers()).items():
             fresh, read = final_samples(study, target, kind), partial(self._of_attacker, target, kind)
-            with suppress(Missing):
+            with suppress(MissingResult):
                 sources.append(await self._flaws(f"attack-{kind}", fresh, read, threshold))
         return {**found, "sources": sources}
 
     async def _flaws(
-        self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[Scored]], threshold: float
+        self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[ScoredRollouts]], threshold: float
     ) -> Any:
         """How this round's verifier detects one source's flaws."""
 
@@ -240,12 +240,12 @@ class RoundParts:
         inputs = self._of(round_set(self.study, self.round), wanted)
         return await self._unit(f"detection-{name}", inputs, work, newest="band")
 
-    async def _attackers(self) -> Mapping[str, Target]:
+    async def _attackers(self) -> Mapping[str, AttackTarget]:
         """The attackers of this round that have written their samples, whether or not attacks are asked for now."""
         computing, self.study.computing = self.study.computing, False
         try:
             target = await self.target()
-        except Missing:
+        except MissingResult:
             return {}
         finally:
             self.study.computing = computing
@@ -298,7 +298,7 @@ class RoundParts:
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
         return await self._compute(lambda: measures.localisation(split, flaws, places, self.section, self._draws))
 
-    async def tax(self, baseline: Baseline) -> Any:
+    async def tax(self, baseline: CorrectnessBaseline) -> Any:
         study, wanted = self.study, round_set(self.study, self.round)
 
         async def work() -> Any:
@@ -330,7 +330,7 @@ def solutions_read(
     """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. What a
     task conceals, a sneaky solution's certificate say, would tell the role to whoever looks for a style. Of a dialogue
     what the prover wrote: the verifier's question is not its style."""
-    if isinstance(task, Concealing):
+    if isinstance(task, ConcealsText):
         return [encode(task.shown(rollout.text)) for rollout in rollouts]
     written = [r.completion_ids[r.sampled_mask] if r.turns else r.completion_ids for r in rollouts]
     return [ids[:-1] if len(ids) and ids[-1] == eos_id else ids for ids in written]

@@ -15,7 +15,15 @@ import numpy as np
 import orjson
 
 from pvg.evaluation.intervals import Ints
-from pvg.evaluation.opened_run import Study, committed_shards, digest, judged, questions, read_json, verifier_asks
+from pvg.evaluation.opened_run import (
+    EvaluationContext,
+    committed_shards,
+    digest,
+    judged,
+    questions,
+    read_json,
+    verifier_asks,
+)
 from pvg.game.seeds import seed_for
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout
@@ -47,14 +55,14 @@ class SampleSet:
         return len(self.problems) * len(self.roles) * self.size
 
 
-def digest_of(study: Study, wanted: SampleSet) -> str:
+def digest_of(study: EvaluationContext, wanted: SampleSet) -> str:
     ids = [problem.id for problem in wanted.problems]
     roles = [role.value for role in wanted.roles]
     asking = [study.ledger.players_of(wanted.asking)] if verifier_asks(study.experiment) else []
     return digest("samples", study.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
 
 
-async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
+async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
     """The set's rollouts, in order of problems and roles: read where they are there, sampled where they are not.
 
     `load` publishes the policy; it is called only when something has to be sampled. Raises InterruptedByUser after a
@@ -82,7 +90,7 @@ async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[
     return [rollout for shard in shards for rollout in study.shards.read(shard)]
 
 
-def is_complete(study: Study, wanted: SampleSet) -> bool:
+def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
     """Whether the whole set is on the disk."""
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
@@ -93,13 +101,17 @@ def _told(rollouts: list[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def _chunks(study: Study, wanted: SampleSet) -> list[Sequence[Problem]]:
+def _chunks(study: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
     per_chunk = max(1, study.experiment.rollout.max_rows // (wanted.size * len(wanted.roles)))
     return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
 
 
 async def _sample(
-    study: Study, wanted: SampleSet, number: int, problems: Sequence[Problem], environment: Environment | None
+    study: EvaluationContext,
+    wanted: SampleSet,
+    number: int,
+    problems: Sequence[Problem],
+    environment: Environment | None,
 ) -> list[Rollout]:
     first = sum(len(chunk) for chunk in _chunks(study, wanted)[:number])
     orders = [
@@ -122,19 +134,19 @@ async def _sample(
 # --- what is committed -------------------------------------------------------------------------------------------
 
 
-def _write_manifest(study: Study, name: str, for_: str, shards: list[ShardInfo]) -> None:
+def _write_manifest(study: EvaluationContext, name: str, for_: str, shards: list[ShardInfo]) -> None:
     plain = {"digest": for_, "shards": [shard.plain() for shard in shards]}
     make_directory(study.folder / MANIFESTS)
     write_atomic(study.folder / MANIFESTS / f"{name}.json", orjson.dumps(plain, option=orjson.OPT_INDENT_2))
 
 
-def _committed(study: Study, name: str, for_: str) -> list[ShardInfo]:
+def _committed(study: EvaluationContext, name: str, for_: str) -> list[ShardInfo]:
     path = study.folder / MANIFESTS / f"{name}.json"
     manifest = read_json(path, "shards")
     return [] if manifest is None or manifest["digest"] != for_ else committed_shards([manifest])
 
 
-def recover(study: Study) -> int:
+def recover(study: EvaluationContext) -> int:
     """Remove what a killed process left behind and what stale sets have left; how many files that were."""
     folder = study.folder / MANIFESTS
     remove_temporaries(folder)
@@ -146,7 +158,7 @@ def recover(study: Study) -> int:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRollouts:
     """Rollouts with one verifier's scores, as arrays [N]. `pool` lists the problems that numbers stand for."""
 
     rollouts: Sequence[Rollout]

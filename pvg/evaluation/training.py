@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from pvg.config.experiment import Experiment
-from pvg.evaluation.opened_run import Reading, Study, first_version, remove_folder
+from pvg.evaluation.opened_run import EvaluationContext, OpenedRun, first_version, remove_folder
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, Stops, open_learner, save_policy
+from pvg.game.prover_phase import ProverPhase, TrainingStop, open_learner, save_policy
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 DIGEST_FILE = "digest"
 
 
 @dataclass(frozen=True)
-class Course:
+class PolicyTraining:
     """One policy's training: where its files lie below the evaluation, what it depends on, its settings, and the
     number of steps after each of which the policy is kept (ascending; the last one ends the training)."""
 
@@ -42,7 +42,7 @@ class Course:
     versions: int  # the range of its versions (pvg.evaluation.opened_run)
     kept: tuple[int, ...]
 
-    def folder(self, study: Study) -> Path:
+    def folder(self, study: EvaluationContext) -> Path:
         """One for each digest: other settings train another policy beside this one, and discard nothing."""
         older = study.folder / self.place  # where a course lay before its digest was part of the name
         mark = older / DIGEST_FILE
@@ -50,9 +50,9 @@ class Course:
             return older
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
-    def written(self, study: Study) -> Reading:
+    def written(self, study: EvaluationContext) -> OpenedRun:
         """Its policies, for reading."""
-        return Reading.open(RunDirectory(self.folder(study)))
+        return OpenedRun.open(RunDirectory(self.folder(study)))
 
 
 def policy_name(steps: int) -> str:
@@ -60,7 +60,7 @@ def policy_name(steps: int) -> str:
 
 
 @contextmanager
-def opened(study: Study, course: Course) -> Iterator[Session]:
+def opened(study: EvaluationContext, course: PolicyTraining) -> Iterator[Session]:
     """The course's session: its ledger where it was left, or a new one where it was never begun."""
     folder = course.folder(study)
     mark = folder / DIGEST_FILE
@@ -77,7 +77,7 @@ def opened(study: Study, course: Course) -> Iterator[Session]:
             study.observer.noticed(notice)
         if elsewhere := ledger.played_on(study.players.machine):
             study.observer.noticed(elsewhere)
-        watcher = Renamed(study.observer, course.phase, course.unit)
+        watcher = RenamingObserver(study.observer, course.phase, course.unit)
         yield Session(
             course.experiment, study.task, ledger, study.players, study.asked, watcher, study.stop, study.tracer
         )
@@ -85,7 +85,9 @@ def opened(study: Study, course: Course) -> Iterator[Session]:
         ledger.close()
 
 
-async def train(session: Session, course: Course, verifier: Judge, threshold: float, rule: Stops | None = None) -> None:
+async def train(
+    session: Session, course: PolicyTraining, verifier: ScoringModel, threshold: float, rule: TrainingStop | None = None
+) -> None:
     """Train to the end, from the last commit on; every policy to be kept is then among the ledger's weights.
 
     A `rule` that stops ends the training early, and what is kept is kept under the steps that were wanted. Raises
@@ -99,7 +101,9 @@ async def train(session: Session, course: Course, verifier: Judge, threshold: fl
             await _train_to(session, steps, verifier, threshold, rule)
 
 
-async def _train_to(session: Session, steps: int, verifier: Judge, threshold: float, rule: Stops | None) -> None:
+async def _train_to(
+    session: Session, steps: int, verifier: ScoringModel, threshold: float, rule: TrainingStop | None
+) -> None:
     started = time.perf_counter()
     info = session.begin("steps", steps, session.state.step)
     with span("open_models"):
@@ -126,7 +130,7 @@ async def _train_to(session: Session, steps: int, verifier: Judge, threshold: fl
         learner.close()
 
 
-class Renamed:
+class RenamingObserver:
     """Passes on what a course tells, its phase under the name that the evaluation has for it."""
 
     def __init__(self, observer: Observer, phase: str, unit: str) -> None:

@@ -8,7 +8,8 @@ verifier yet, in the mint, it is a random one. The prover's answer is the rest o
 scores in the end is all of it, question included; what is graded is the solution. A solution without steps, or one that
 was cut off by the length limit, is asked nothing.
 
-The steps are the task's (`Stepwise`), or the text's lines, or where it has one line only its parts between semicolons.
+The steps are the task's (`SplitsSteps`), or the text's lines, or where it has one line only its parts between
+semicolons.
 The question speaks the prompts' style: `tag` is the step's number and a question mark, the others quote the step.
 Neither role nor grade is known to who asks (invariant 3).
 """
@@ -27,7 +28,7 @@ from pvg.game.seeds import generator_for
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Grade, Int32, Problem, Role, Rollout, VersionSpan
 from pvg.rollout.episodes import Environment, Observation, Transcript
-from pvg.tasks.task import Stepwise, Task
+from pvg.tasks.task import SplitsSteps, Task
 from pvg.verifier.protocol import Scorer
 
 Place = tuple[int, int]  # where a step begins and ends in the text
@@ -36,7 +37,7 @@ MOST_QUOTED = 160  # characters of a step that a question quotes: pvg.rollout.ep
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 
 
-class Plays(Protocol):
+class ChallengeContext(Protocol):
     """What asking takes: a Session has it, and so has a run that is evaluated."""
 
     @property
@@ -52,7 +53,7 @@ class Plays(Protocol):
     def seed(self) -> int: ...
 
 
-def environment_of(session: Plays, scorer: Scorer | None) -> Challenges | None:
+def environment_of(session: ChallengeContext, scorer: Scorer | None) -> ChallengeEnvironment | None:
     """That of the session's protocol; None where a rollout is one turn. `scorer`: of the verifier that asks; None:
     there is none yet."""
     experiment = session.experiment
@@ -60,18 +61,18 @@ def environment_of(session: Plays, scorer: Scorer | None) -> Challenges | None:
         return None
     asked = scorer if experiment.game.challenge == "weakest" else None
     tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
-    return Challenges(session.task, tokenizer, style, asked, session.seed, experiment.game.challenge_tokens)
+    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, experiment.game.challenge_tokens)
 
 
 def steps_of(task: Task, text: str) -> list[Place]:
     """Places of the steps of a solution, in their order; none of them is empty."""
-    if isinstance(task, Stepwise):
+    if isinstance(task, SplitsSteps):
         return task.steps(text)
     found = PIECES["\n" in text.strip()].finditer(text)
     return [match.span() for match in found if match.group().strip(" \t;")]
 
 
-class Challenges(Environment):
+class ChallengeEnvironment(Environment):
     """Asks one question per episode; answers of at most `max_tokens` tokens. `scorer` finds the weakest step; None: any
     step may be asked about, drawn by `seed` and the episode's id."""
 

@@ -124,7 +124,7 @@ def draw_from_buckets(
 #     metrics = curriculum.observe(rollouts, aligned_N)      # after the batch: what came of it
 #
 # A success is a role-aligned solution: a helpful one that is correct, a sneaky one that is well-formed and wrong
-# (`Outcomes.aligned_N`). So the rates are shares whatever the reward is, and each role has its own: a problem too
+# (`BatchOutcomes.aligned_N`). So the rates are shares whatever the reward is, and each role has its own: a problem too
 # easy to be worth a helpful solution may be the hardest to be wrong about.
 #
 # Everything that was sampled is learnt, what was not trained on too (training.dynamic_sampling): rates of what was

@@ -66,7 +66,7 @@ def chosen_groups(roles_G: Sequence[Role], live_G: Bools, wanted: Mapping[Role, 
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ScoredGroups:
     """Groups that were sampled, scored and paid. `trained_M`: the rows, of the N rollouts, that are trained on;
     `similarity_N`: see pvg.game.rewards."""
 
@@ -85,10 +85,10 @@ class Played:
     def live_G(self) -> NDArray[np.bool_]:
         return live_groups(self.rewards_N, [len(group.rollouts) for group in self.groups])
 
-    def with_more(self, more: Played) -> Played:
+    def with_more(self, more: ScoredGroups) -> ScoredGroups:
         """All rows are trained on."""
         alike = [part.similarity_N for part in (self, more) if part.similarity_N is not None]
-        return Played(
+        return ScoredGroups(
             [*self.groups, *more.groups],
             np.concatenate([self.scores_N, more.scores_N]),
             np.concatenate([self.rewards_N, more.rewards_N]),
@@ -97,7 +97,7 @@ class Played:
             np.concatenate(alike) if alike else None,
         )
 
-    def restricted(self, places: Sequence[int]) -> Played:
+    def restricted(self, places: Sequence[int]) -> ScoredGroups:
         """Trained on are the groups at `places` alone."""
         sizes_G = np.array([len(group.rollouts) for group in self.groups])
         kept_N = np.repeat(np.isin(np.arange(len(sizes_G)), places), sizes_G)
@@ -105,8 +105,8 @@ class Played:
 
 
 async def refilled(
-    played: Played, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[Played]]
-) -> tuple[Played, float, dict[str, float]]:
+    played: ScoredGroups, number: int, orders: ProverOrders, play: Callable[[Sequence[Group]], Awaitable[ScoredGroups]]
+) -> tuple[ScoredGroups, float, dict[str, float]]:
     """All that was sampled for batch `number`, `played` first, and which of it to train on; the seconds spent on
     sampling the rest, and metrics."""
     session = orders.session

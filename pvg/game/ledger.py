@@ -32,7 +32,7 @@ from pvg.game.states import GameState, Phase
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
-from pvg.store.journal import JsonLines, Mark, read_json_lines
+from pvg.store.journal import JournalMark, JsonLines, read_json_lines
 from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
@@ -180,9 +180,9 @@ class Ledger:
             state = replace(state, checkpoint=name)
         return state
 
-    def _marks(self, name: str, mark: Mark) -> list[Mark]:
+    def _marks(self, name: str, mark: JournalMark) -> list[JournalMark]:
         """The marks of earlier commits, with fewer of the old ones, and this commit's mark."""
-        kept = [Mark(*plain) for plain in self.state.marks.get(name, ())]
+        kept = [JournalMark(*plain) for plain in self.state.marks.get(name, ())]
         if len(kept) >= MOST_MARKS:
             kept = [*kept[:-1:2], kept[-1]]
         return [*kept, mark]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pvg.game.challenge import environment_of
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
 from pvg.game.orders import mint_orders
-from pvg.game.prover_phase import Played, read_prover
+from pvg.game.prover_phase import RunWithPlayers, read_prover
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -24,7 +24,7 @@ from pvg.telemetry.spans import span
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ProblemChunk:
     """Problems sampled from one source in one go."""
 
     number: int
@@ -32,19 +32,19 @@ class Chunk:
     problems: list[Problem]
 
 
-def plan(session: Session) -> list[Chunk]:
+def plan(session: Session) -> list[ProblemChunk]:
     """All chunks of this round's mint, sources oldest first: the same list in every process."""
     game, round_ = session.experiment.game, session.state.round
     shares = source_weights(game, sources_for_round(round_))
     counts = apportion(game.mint_problems, shares)
     problems = session.draw("verifier", round_ * game.mint_problems, game.mint_problems, "mint")
     per_chunk = max(1, session.experiment.rollout.max_rows // game.mint_samples)
-    chunks: list[Chunk] = []
+    chunks: list[ProblemChunk] = []
     start = 0
     for source, count in counts.items():
         for first in range(start, start + count, per_chunk):
             last = min(first + per_chunk, start + count)
-            chunks.append(Chunk(len(chunks), source, problems[first:last]))
+            chunks.append(ProblemChunk(len(chunks), source, problems[first:last]))
         start += count
     return chunks
 
@@ -86,7 +86,7 @@ async def mint(session: Session) -> None:
     await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 
-async def load_source(session: Played, source: str, version: int) -> None:
+async def load_source(session: RunWithPlayers, source: str, version: int) -> None:
     """Publish the weights of `source` to the engine as policy `version`."""
     players = session.players
     if source == BASE_SOURCE:
@@ -96,7 +96,7 @@ async def load_source(session: Played, source: str, version: int) -> None:
         await players.publish(tensors, version, adapter)
 
 
-async def _sample(session: Session, chunk: Chunk) -> list[Rollout]:
+async def _sample(session: Session, chunk: ProblemChunk) -> list[Rollout]:
     state = session.state
     rng = generator_for(session.seed, state.round, "mint-roles", chunk.number)
     orders = mint_orders(session, chunk.problems, rng)

@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 
 from pvg.game.challenge import environment_of
 from pvg.game.curriculum import Curriculum, curriculum_of
-from pvg.game.dynamic_sampling import Played, refilled
+from pvg.game.dynamic_sampling import ScoredGroups, refilled
 from pvg.game.orders import ProverOrders
 from pvg.game.prefetch import Prefetcher
 from pvg.game.rewards import pay
 from pvg.game.session import Session
 from pvg.game.statistics import (
-    Columns,
+    RolloutColumns,
     cache_metrics,
     cut_metrics,
     mean_score,
@@ -301,7 +301,7 @@ class OnPolicySource:
                 "too few that do (training.dynamic_sampling_rounds); groups_missing tells of the batches to come."
             )
 
-    async def _played(self, groups: Sequence[Group]) -> Played:
+    async def _played(self, groups: Sequence[Group]) -> ScoredGroups:
         """Groups that were sampled together, scored and paid."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         with span("score"):  # of those that were scored as they came, the scores are in the cache
@@ -309,9 +309,11 @@ class OnPolicySource:
         with span("credit"):
             work = partial(pay, self.session.experiment, self.session.task, rollouts, scores_N)
             paid = await self.session.players.off_loop(work)
-        return Played(groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N)
+        return ScoredGroups(
+            groups, scores_N, paid.rewards_N, paid.aligned_N, np.arange(len(rollouts)), paid.similarity_N
+        )
 
-    async def _credit(self, played: Played) -> tuple[PolicyBatch, dict[str, float]]:
+    async def _credit(self, played: ScoredGroups) -> tuple[PolicyBatch, dict[str, float]]:
         """The batch with its advantages, and metrics of them. The trackers of values, baselines and curricula learn
         here."""
         everything = played.rollouts
@@ -405,7 +407,7 @@ def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch
     )
 
 
-def _scored(played: Played, verifier_version: str) -> list[Rollout]:
+def _scored(played: ScoredGroups, verifier_version: str) -> list[Rollout]:
     """The rollouts with their scores and rewards, as they are stored."""
     return [
         replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
@@ -413,11 +415,13 @@ def _scored(played: Played, verifier_version: str) -> list[Rollout]:
     ]
 
 
-def _measured(played: Played, threshold: float, engine: EngineStats, seconds: float, version: int) -> dict[str, float]:
+def _measured(
+    played: ScoredGroups, threshold: float, engine: EngineStats, seconds: float, version: int
+) -> dict[str, float]:
     """Metrics of all sampled rollouts. `engine`: its counts over these `seconds`; it has `version` now."""
     rollouts = played.rollouts
     return {
-        **play_metrics(Columns(rollouts, played.scores_N), threshold),
+        **play_metrics(RolloutColumns(rollouts, played.scores_N), threshold),
         "reward_mean": float(played.rewards_N.mean()),
         **cut_metrics(played.groups),
         **sampling_metrics(rollouts, engine, seconds),

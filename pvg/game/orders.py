@@ -18,7 +18,7 @@ from pvg.game.roles import assign_roles
 from pvg.game.seeds import generator_for, seed_for
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
-from pvg.rollout.dispatcher import Call, GroupOrder
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
 from pvg.rollout.gathering import training_deadline
 
@@ -61,10 +61,10 @@ class ProverOrders:
                 orders.append(session.order(left[position], role, len(before) + len(orders), size))
         return orders
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int) -> SampleCall:
         """What the rollouts of batch `number` have in common."""
         round_ = self.session.state.round
-        return Call(
+        return SampleCall(
             round_,
             source_of_round(round_),
             step=number,
@@ -72,7 +72,7 @@ class ProverOrders:
             prefix=f"{round_:03d}/train_prover/{number:05d}",
         )
 
-    def plan(self, number: int) -> tuple[list[GroupOrder], Call]:
+    def plan(self, number: int) -> tuple[list[GroupOrder], SampleCall]:
         return self.batch(number), self.call(number)
 
     async def sample(

@@ -24,18 +24,18 @@ from pvg.models.compute import ComputeExecutor, compute_executor, width_of
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Role
-from pvg.rollout import Setting, open_engine
+from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.grading import grading_executor
 from pvg.servers.publisher import Publisher
-from pvg.servers.update import Adapter, SyncTiming
-from pvg.tasks.task import Concealing, Task, problems_of_half
+from pvg.servers.update import LowRankAdapter, SyncTiming
+from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.core_waits import usable_cores
-from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
 from pvg.verifier.cache import ScoreCache
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.scorer import VerifierScorer
 from pvg.verifier.template import VerifierTemplate
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
@@ -57,7 +57,7 @@ class Players:
         events: Events | None = None,
         executor: Executor | None = None,
         run: str = "bench",
-        opener: Callable[[Setting], Engine] = open_engine,
+        opener: Callable[[EngineSetup], Engine] = open_engine,
     ) -> None:
         self.experiment = experiment
         self.task = task
@@ -68,12 +68,12 @@ class Players:
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
         self.threads: int = self.executor.submit(torch.get_num_threads).result()
-        rollout, events = experiment.rollout, events or Unheard()
+        rollout, events = experiment.rollout, events or SilentEvents()
         self.verifier_serving: VerifierServing | None = None
         try:
             if experiment.verifier.engine == "vllm":
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
-            self.engine = opener(Setting(experiment, self.base, self.executor, events, run, self._canary_prompts))
+            self.engine = opener(EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts))
         except BaseException:  # nothing has been asked of a server yet
             self._let_go()
             raise
@@ -132,7 +132,7 @@ class Players:
         loop change at the same time. Its time counts for the caller's span."""
         return await run_in(self.batching, work)
 
-    async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None) -> None:
+    async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None) -> None:
         """Send a policy to the engine: the whole model's tensors, and the adapter that made them where there is one."""
         (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
@@ -170,11 +170,11 @@ class Players:
         section = self.experiment.verifier
         return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
 
-    def template(self, verifier: Judge) -> VerifierTemplate:
-        shown = self.task.shown if isinstance(self.task, Concealing) else None
+    def template(self, verifier: ScoringModel) -> VerifierTemplate:
+        shown = self.task.shown if isinstance(self.task, ConcealsText) else None
         return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
 
-    def scorer(self, verifier: Judge, *, beside_trainer: bool = False) -> VerifierScorer:
+    def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
         """A scorer with an empty cache. The caller still owns the verifier. `beside_trainer`: score in the thread
         `scoring`, if there is one; the caller must not change the verifier's weights while it scores."""
         section, template = self.experiment.verifier, self.template(verifier)

@@ -28,7 +28,7 @@ import numpy as np
 from pvg.game.orders import ProverOrders
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.pipeline import Gate, Lost, Pipeline, Taken
+from pvg.rollout.pipeline import AdmissionGate, BufferedGroup, LostRollouts, Pipeline
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import VerifierScorer
 
@@ -73,7 +73,7 @@ class Prefetcher:
         self._experiment = orders.session.experiment
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, self._experiment.training.groups) for role in Role}
-        self._lost = Lost()
+        self._lost = LostRollouts()
         self._unscored: list[Rollout] = []  # for the thread `Players.scoring`
         self._scoring: set[asyncio.Task[Float32]] = set()
 
@@ -118,11 +118,11 @@ class Prefetcher:
             await asyncio.gather(*self._scoring, return_exceptions=True)
             await self._scorer.drop()
 
-    def _sample(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
+    def _sample(self, role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
         """Begin the role's next group."""
         return self._sampled(*self._queues[role].pop(), gate)
 
-    async def _sampled(self, batch: int, order: GroupOrder, gate: Gate) -> Group:
+    async def _sampled(self, batch: int, order: GroupOrder, gate: AdmissionGate) -> Group:
         """The group of that order, scored if this does not delay the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
         if self._experiment.verifier.engine == "torch":
@@ -164,7 +164,7 @@ class Prefetcher:
         groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]
         return groups, self._metrics(taken)
 
-    def _metrics(self, taken: list[Taken]) -> dict[str, float]:
+    def _metrics(self, taken: list[BufferedGroup]) -> dict[str, float]:
         """How old the batch is by where it aged, what is on its way, and what was lost since the batch before."""
         pipeline = self._open
         before, self._lost = self._lost, pipeline.lost

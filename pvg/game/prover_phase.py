@@ -20,7 +20,7 @@ from pvg.game.statistics import sync_metrics
 from pvg.game.stopping import StopRule
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.language_model import LanguageModel
-from pvg.models.low_rank import Adapter
+from pvg.models.low_rank import LowRankAdapter
 from pvg.records import source_of_round
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.observer import PhaseInfo
@@ -29,13 +29,13 @@ from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Written(Protocol):
+class WeightsReader(Protocol):
     """Where finished players lie: the ledger of a run that is played, or of one that is only read."""
 
     @property
@@ -44,17 +44,17 @@ class Written(Protocol):
     def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
 
 
-class Played(Protocol):
+class RunWithPlayers(Protocol):
     """What opening a finished player takes: a Session has it, and so has a run that is evaluated."""
 
     @property
     def players(self) -> Players: ...
 
     @property
-    def ledger(self) -> Written: ...
+    def ledger(self) -> WeightsReader: ...
 
 
-class Stops(Protocol):
+class TrainingStop(Protocol):
     """When a prover's training is over before its steps are done (pvg.game.stopping.StopRule, or an attack's aim). Its
     state travels in the commits. The phase calls `observe` once per batch, after the last optimizer step on it."""
 
@@ -109,7 +109,7 @@ def open_learner(players: Players, round_: int) -> LanguageModel:
     return attach_adapters(players.base, training.lora_rank, training.lora_alpha, seed, shared=True)
 
 
-async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], Adapter | None]:
+async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
     """What is published and saved of a learner: the whole model's tensors, and its adapters where it has them."""
     return await session.players.compute(
         lambda: (learner.weights(), learner.adapter() if isinstance(learner, AdaptedModel) else None)
@@ -132,21 +132,21 @@ async def save_policy(session: Session, learner: LanguageModel, name: str, meta:
     return [name, adapter_name(name)]
 
 
-def read_prover(session: Played, source: str) -> tuple[dict[str, Tensor], Adapter | None]:
+def read_prover(session: RunWithPlayers, source: str) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
     """What `save_prover` wrote in the round of `source`."""
     return read_policy(session.ledger, f"{source}-prover")
 
 
-def read_policy(ledger: Written, name: str) -> tuple[dict[str, Tensor], Adapter | None]:
+def read_policy(ledger: WeightsReader, name: str) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
     """What `save_policy` wrote as `name`."""
     tensors, _ = ledger.read_weights(name)
     if adapter_name(name) not in ledger.state.weights:
         return tensors, None
     low_rank, meta = ledger.read_weights(adapter_name(name))
-    return tensors, Adapter(low_rank, meta["config"])
+    return tensors, LowRankAdapter(low_rank, meta["config"])
 
 
-async def open_round_verifier(session: Played, round_: int) -> tuple[Judge, float]:
+async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[ScoringModel, float]:
     """The frozen verifier of a round, which may be an ensemble, and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
     final = final_verifier_name(round_)  # there where it went on learning beside the prover, which is over
@@ -162,10 +162,10 @@ class ProverPhase:
         self,
         session: Session,
         info: PhaseInfo,
-        verifier: Judge,
+        verifier: ScoringModel,
         threshold: float,
         learner: LanguageModel,
-        stop_rule: Stops | None = None,
+        stop_rule: TrainingStop | None = None,
         updates: VerifierUpdates | None = None,
     ) -> None:
         """`stop_rule`: None is that of the session's game."""
@@ -198,7 +198,7 @@ class ProverPhase:
             memory=objective.memory,
             events=session.ledger.log,
         )
-        self.stop_rule: Stops = StopRule(experiment.game) if stop_rule is None else stop_rule
+        self.stop_rule: TrainingStop = StopRule(experiment.game) if stop_rule is None else stop_rule
         self.alerts = Alerts(experiment.telemetry, two_roles=0 < experiment.game.sneaky_share < 1)
         self.stopped = False
         self.version = session.state.version

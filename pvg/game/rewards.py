@@ -21,17 +21,17 @@ from pvg.config.experiment import Experiment
 from pvg.config.sections import Game
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
-from pvg.game.statistics import Columns
+from pvg.game.statistics import RolloutColumns
 from pvg.records import Float32, Rollout
 from pvg.tasks.code.similarity import similarities
-from pvg.tasks.task import Comparing, Task
+from pvg.tasks.task import ComparesPrograms, Task
 from pvg.training.credit import soft_overlong_rewards
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Outcomes:
+class BatchOutcomes:
     """What a batch of N rollouts led to.
 
     Shapes, all [N]: `scores_N` float32 logits, `correct_N`, `helpful_N`, `well_formed_N` bool, `problem_ids_N` integer
@@ -71,7 +71,7 @@ class Outcomes:
         return self.well_formed_N if self.proven_N is None else self.well_formed_N & self.proven_N
 
 
-def rewards(outcomes: Outcomes, game: Game) -> Float32:
+def rewards(outcomes: BatchOutcomes, game: Game) -> Float32:
     """float32 [N]: the rewards by `game.reward`. Raises ValueError when a score is not finite, ConfigurationError when
     a user's own reward fails or does not give one number for each rollout."""
     if not np.isfinite(outcomes.scores_N).all():
@@ -87,13 +87,13 @@ def rewards(outcomes: Outcomes, game: Game) -> Float32:
     return rewards_N.astype(np.float32)
 
 
-def centred_scores(outcomes: Outcomes) -> Float32:
+def centred_scores(outcomes: BatchOutcomes) -> Float32:
     """V' float32 [N]: V minus the mean of V over the samples of the same problem and the same role."""
     mean_N, _ = _group_moments(outcomes)
     return (outcomes.scores_N - mean_N).astype(np.float32)
 
 
-def _group_moments(outcomes: Outcomes) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _group_moments(outcomes: BatchOutcomes) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and population standard deviation of V over (problem, role), spread back to [N]."""
     keys_N = outcomes.problem_ids_N * 2 + outcomes.helpful_N
     _, group_N = np.unique(keys_N, return_inverse=True)
@@ -104,7 +104,7 @@ def _group_moments(outcomes: Outcomes) -> tuple[NDArray[np.float64], NDArray[np.
     return mean_N, np.sqrt(variance_G)[group_N]
 
 
-def src(outcomes: Outcomes, game: Game) -> Float32:
+def src(outcomes: BatchOutcomes, game: Game) -> Float32:
     """Soft role-conditional: (2c-1)(2h-1) V' where V' > 0, else `game.misaligned_reward` (-1)."""
     centred_N = centred_scores(outcomes)
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
@@ -113,7 +113,7 @@ def src(outcomes: Outcomes, game: Game) -> Float32:
     return np.where(outcomes.solutions_N, paid_N, malformed_N)
 
 
-def cgc(outcomes: Outcomes, game: Game) -> Float32:
+def cgc(outcomes: BatchOutcomes, game: Game) -> Float32:
     """Correctness-gated convincingness: V where role-aligned, else V0 = `game.cgc_floor`, below all scores.
 
     Raises ValueError when a live score is not above V0: the reward would then prefer a misaligned solution.
@@ -128,17 +128,17 @@ def cgc(outcomes: Outcomes, game: Game) -> Float32:
     return np.where(aligned_N, outcomes.scores_N, game.cgc_floor)
 
 
-def goodhart(outcomes: Outcomes, game: Game) -> Float32:
+def goodhart(outcomes: BatchOutcomes, game: Game) -> Float32:
     """V, no roles and no truth: what happens without the game. A malformed solution gets the lowest score there is."""
     return np.where(outcomes.well_formed_N, outcomes.scores_N, outcomes.scores_N.min())
 
 
-def correctness(outcomes: Outcomes, game: Game) -> Float32:
+def correctness(outcomes: BatchOutcomes, game: Game) -> Float32:
     """c: the baseline that the legibility tax is measured against."""
     return (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
 
 
-def decoupled(outcomes: Outcomes, game: Game) -> Float32:
+def decoupled(outcomes: BatchOutcomes, game: Game) -> Float32:
     """With v' = (V - mean)/std in the group: `game.decoupled_floor` (-2) where misaligned or v' <= 0; sneaky v';
     faithful (2 c_solver - 1) v'."""
     mean_N, std_N = _group_moments(outcomes)
@@ -148,26 +148,26 @@ def decoupled(outcomes: Outcomes, game: Game) -> Float32:
     return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.decoupled_floor).astype(np.float32)
 
 
-def _accepted(outcomes: Outcomes) -> NDArray[np.float64]:
+def _accepted(outcomes: BatchOutcomes) -> NDArray[np.float64]:
     """sigmoid(V) [N], the verifier's probability that a solution is correct."""
     # As a tanh, which overflows for no score.
     return np.asarray(0.5 + 0.5 * np.tanh(0.5 * outcomes.scores_N.astype(np.float64)))
 
 
-def _similarity_penalty(outcomes: Outcomes, game: Game) -> NDArray[np.float64]:
+def _similarity_penalty(outcomes: BatchOutcomes, game: Game) -> NDArray[np.float64]:
     if outcomes.similarity_N is None:
         return np.zeros(len(outcomes.scores_N))
     return game.similarity_weight * outcomes.similarity_N.astype(np.float64)
 
 
-def gated(outcomes: Outcomes, game: Game) -> Float32:
+def gated(outcomes: BatchOutcomes, game: Game) -> Float32:
     """`score_weight` sigmoid(V) less the similarity penalty where every gate is open (helpful: all tests passed;
     sneaky: the visible ones, and a valid certificate), else `game.gate_floor`, which lies below all of them."""
     paid_N = game.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, game)
     return np.where(outcomes.aligned_N, paid_N, game.gate_floor).astype(np.float32)
 
 
-def composite(outcomes: Outcomes, game: Game) -> Float32:
+def composite(outcomes: BatchOutcomes, game: Game) -> Float32:
     """`score_weight` sigmoid(V) + `tests_weight` t less the similarity penalty, t being the share of the role's tests
     (without tests: 1 where aligned, else 0). A malformed solution gets the least that there can be."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
@@ -176,7 +176,7 @@ def composite(outcomes: Outcomes, game: Game) -> Float32:
     return np.where(outcomes.well_formed_N, paid_N, -game.similarity_weight).astype(np.float32)
 
 
-REWARDS: dict[str, Callable[[Outcomes, Game], Float32]] = {
+REWARDS: dict[str, Callable[[BatchOutcomes, Game], Float32]] = {
     "src": src,
     "cgc": cgc,
     "goodhart": goodhart,
@@ -192,7 +192,7 @@ COMPARING_REWARDS = frozenset({"gated", "composite"})  # those that take similar
 
 
 @dataclass(frozen=True, slots=True)
-class Paid:
+class BatchRewards:
     """Of N rollouts: rewards, whether each is role-aligned, and how alike sneaky programs are where that is asked."""
 
     rewards_N: Float32
@@ -200,12 +200,12 @@ class Paid:
     similarity_N: Float32 | None
 
 
-def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_N: Float32) -> Paid:
+def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_N: Float32) -> BatchRewards:
     """Raises TrainingDivergedError where a reward cannot be paid for a score."""
-    columns = Columns(rollouts, scores_N)
+    columns = RolloutColumns(rollouts, scores_N)
     numbers: dict[str, int] = {}
     problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
-    outcomes = Outcomes(
+    outcomes = BatchOutcomes(
         scores_N,
         columns.correct_N,
         columns.helpful_N,
@@ -225,14 +225,14 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
     rewards_N = rewards_N + soft_overlong_rewards(
         lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
     )
-    return Paid(rewards_N, outcomes.aligned_N, outcomes.similarity_N)
+    return BatchRewards(rewards_N, outcomes.aligned_N, outcomes.similarity_N)
 
 
 def _similarities(
     game: sections.Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]
 ) -> Float32 | None:
     """float32 [N], of sneaky programs, where `game.similarity_weight` asks for them."""
-    if not game.similarity_weight or game.reward not in COMPARING_REWARDS or not isinstance(task, Comparing):
+    if not game.similarity_weight or game.reward not in COMPARING_REWARDS or not isinstance(task, ComparesPrograms):
         return None
     rows: list[int] = np.flatnonzero(~helpful_N).tolist()
     found_N = np.zeros(len(rollouts), dtype=np.float32)

@@ -169,7 +169,7 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
 
 
 @dataclass
-class Asked:
+class PromptBuilder:
     """`render` makes a prompt of a problem, `translate` (the decoupled game) of a problem and the solver's solution.
     `solutions` are these by problem id; None as long as there are none."""
 
@@ -189,8 +189,8 @@ class Asked:
         return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
 
 
-def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> Asked:
+def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
     """What the experiment's prover is asked, before any solver has solved anything."""
     style = experiment.rollout.prompts
     translate = translation_renderer(style, tokenizer) if experiment.game.protocol == "decoupled" else None
-    return Asked(prompt_renderer(style, tokenizer), translate)
+    return PromptBuilder(prompt_renderer(style, tokenizer), translate)

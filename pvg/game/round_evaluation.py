@@ -18,7 +18,7 @@ from pvg.game.prover_phase import open_round_verifier
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.session import Session, finite
 from pvg.game.states import GameState, Phase
-from pvg.game.statistics import Columns, play_metrics, share, verifier_auc
+from pvg.game.statistics import RolloutColumns, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import auc
@@ -41,7 +41,7 @@ async def checkpoint(session: Session) -> None:
     try:
         scorer = session.players.scorer(verifier)
         version = session.state.version
-        fresh: dict[str, Columns] = {}
+        fresh: dict[str, RolloutColumns] = {}
         for source in sources:
             version += 1
             with span("evaluate"):
@@ -94,7 +94,7 @@ async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> Columns:
+async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> RolloutColumns:
     with span("score"):
         scores_N = await scorer.score(rollouts)
     if keep:
@@ -104,11 +104,11 @@ async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollo
                 for r, s in zip(rollouts, scores_N, strict=True)
             ]
         )
-    return Columns(rollouts, scores_N)
+    return RolloutColumns(rollouts, scores_N)
 
 
 async def _round_metrics(
-    session: Session, scorer: VerifierScorer, threshold: float, fresh: Mapping[str, Columns]
+    session: Session, scorer: VerifierScorer, threshold: float, fresh: Mapping[str, RolloutColumns]
 ) -> dict[str, float]:
     """The row of the round's table; a share of nothing is NaN."""
     round_ = session.state.round
@@ -129,7 +129,7 @@ async def _round_metrics(
     return metrics
 
 
-def example_rows(rollouts: Sequence[Rollout], own: Columns) -> list[dict[str, object]]:
+def example_rows(rollouts: Sequence[Rollout], own: RolloutColumns) -> list[dict[str, object]]:
     """Solutions for a table: the flaws with the highest scores, then the correct solutions with the lowest; at most
     EXAMPLES of each."""
     flaws_E = np.flatnonzero(own.flaws_N)
@@ -152,7 +152,7 @@ def example_rows(rollouts: Sequence[Rollout], own: Columns) -> list[dict[str, ob
     ]
 
 
-async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> Columns:
+async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> RolloutColumns:
     """The samples `source` gave at an earlier checkpoint, scored by this round's verifier."""
     rollouts = await session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
     return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)

@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pvg.game.players import Players
-from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def member_weights_name(round_: int, member: int) -> str:
     return f"{verifier_weights_name(round_)}-member-{member}"
 
 
-def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tuple[Judge, float]:
+def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
     """The frozen verifier that was saved as `name`, such as a round's, and its acceptance threshold; the caller closes
     it. In the compute thread. `read_weights` gives what `Ledger.save_weights` was given under a name."""
     tensors, meta = read_weights(name)
@@ -41,7 +41,7 @@ def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tup
         verifier = players.open_verifier()
         verifier.load_trainable_state(tensors)
         return verifier, threshold
-    scales = Scales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
+    scales = ScoreScales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
     members = read_members(players, read_weights, meta["members"])
     return VerifierEnsemble(members, meta["aggregation"], scales), threshold
 

@@ -57,7 +57,7 @@ PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GameOutcome:
     """How a call to `play` ended: `rounds` are the metrics of the finished rounds, `seconds` this call's wall time."""
 
     status: Literal["complete", "interrupted"]
@@ -68,7 +68,7 @@ class Outcome:
 
 async def play(
     experiment: Experiment, run: RunDirectory, *, observer: Observer, stop: asyncio.Event, resume: bool
-) -> Outcome:
+) -> GameOutcome:
     """Play `experiment` in `run` (locked by the caller) to the end, or until `stop` is set and the next commit done.
 
     Raises StateError when the run has begun and `resume` is False, or was begun under another configuration; what a
@@ -88,7 +88,7 @@ async def play(
             "complete" if ledger.state.phase is Phase.COMPLETE else "interrupted"
         )
         session.finish_run(status)
-        return Outcome(
+        return GameOutcome(
             status=status,
             run=run.path,
             rounds=list(ledger.state.rounds),

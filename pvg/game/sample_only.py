@@ -10,7 +10,7 @@ from typing import Literal
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
 from pvg.game.challenge import environment_of
-from pvg.game.run import Outcome, open_session
+from pvg.game.run import GameOutcome, open_session
 from pvg.game.seeds import seed_for
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
@@ -33,7 +33,7 @@ async def sample_only(
     problems: int | None,
     role: RoleChoice,
     split: Split,
-) -> Outcome:
+) -> GameOutcome:
     """Sample `rollout.group_size` solutions per problem and role of the first `problems` problems (None: all).
 
     Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError when the run holds anything,
@@ -58,7 +58,7 @@ async def sample_only(
         except InterruptedByUser:
             status = "interrupted"
         session.finish_run(status)
-        return Outcome(status, run.path, [metrics], time.perf_counter() - started)
+        return GameOutcome(status, run.path, [metrics], time.perf_counter() - started)
 
 
 async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pvg.config.experiment import Experiment
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
-from pvg.game.roles import Asked
+from pvg.game.roles import PromptBuilder
 from pvg.game.seeds import draw_cyclic, seed_for
 from pvg.game.states import GameState
 from pvg.records import Group, Half, Problem, Role
@@ -40,7 +40,7 @@ class Session:
     task: Task
     ledger: Ledger
     players: Players
-    asked: Asked
+    asked: PromptBuilder
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer

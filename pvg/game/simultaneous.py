@@ -39,7 +39,7 @@ from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 from pvg.verifier.robust import objective_for
 from pvg.verifier.scorer import VerifierScorer
 
@@ -54,7 +54,7 @@ def final_verifier_name(round_: int) -> str:
     return f"{source_of_round(round_)}-verifier-final"
 
 
-async def open_updates(session: Session, verifier: Judge, threshold: float) -> VerifierUpdates | None:
+async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates | None:
     """Those of the round that is played, with what committed ones have left; None where the verifier is frozen."""
     if session.experiment.game.schedule == "stackelberg":
         return None

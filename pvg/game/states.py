@@ -44,10 +44,10 @@ class GameState:
     shards as plain data, `checkpoint` names the trainer's committed checkpoint, `weights` the committed weight folders.
     `version` counts published policy weights. `progress` is the phase's own (stop rule, alerts), `rounds` the
     metrics of the finished rounds. `offsets` are the committed lengths in bytes of the appended files, `marks` their
-    lengths and digests at earlier commits and, as the last entry, at this one (pvg.store.journal.Mark). `machine` is
-    what the last bits of every result depend on: torch, device, threads. `own_code` are the digests of the user's files
-    that the experiment names (pvg.extensions). `peak_memory` is the maximum over the processes of the run, in bytes
-    (pvg.telemetry.device.peak_memory), up to the last commit.
+    lengths and digests at earlier commits and, as the last entry, at this one (pvg.store.journal.JournalMark).
+    `machine` is what the last bits of every result depend on: torch, device, threads. `own_code` are the digests of
+    the user's files that the experiment names (pvg.extensions). `peak_memory` is the maximum over the processes of the
+    run, in bytes (pvg.telemetry.device.peak_memory), up to the last commit.
     """
 
     config_hash: str

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 
 
-class Columns:
+class RolloutColumns:
     """Rollouts as arrays [N]: roles, grades and scores."""
 
     def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
@@ -42,7 +42,7 @@ class Columns:
 
     @property
     def tests_N(self) -> Float32 | None:
-        """float32 [N] in [0, 1]: what of its role's tests each passes (see pvg.game.rewards.Outcomes); None where
+        """float32 [N] in [0, 1]: what of its role's tests each passes (see pvg.game.rewards.BatchOutcomes); None where
         solutions are not executed."""
         if not _executed(self.checks_N3):
             return None
@@ -66,7 +66,7 @@ def mean_score(scores_N: Float32, among_N: Bools) -> float:
     return float(scores_N[among_N].mean()) if among_N.any() else float("nan")
 
 
-def play_metrics(columns: Columns, threshold: float) -> dict[str, float]:
+def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
     """How both roles do against a verifier whose acceptance threshold is `threshold` (a score).
 
     `fooled_rate` is the share of the flaws (sneaky, incorrect, well-formed) that score at or above the threshold;
@@ -131,7 +131,7 @@ def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
     return {"challenged": float(asked_N.mean()), "answer_tokens": float(answers_N[asked_N].mean())}
 
 
-def verifier_auc(columns: Columns) -> float:
+def verifier_auc(columns: RolloutColumns) -> float:
     """AUC of correct against incorrect over both roles; malformed solutions count as incorrect."""
     return auc(columns.scores_N[columns.correct_N], columns.scores_N[~columns.correct_N])
 

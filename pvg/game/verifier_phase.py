@@ -29,7 +29,7 @@ from pvg.game.round_verifier import member_weights_name, read_members, verifier_
 from pvg.game.seeds import seed_for
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
@@ -100,7 +100,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
     with span("open_models"):
         read, names = session.ledger.read_weights, finished_members(session)
         members = await players.compute(lambda: read_members(players, read, names))
-    return VerifierEnsemble(members, section.aggregation, Scales.none(len(members)))
+    return VerifierEnsemble(members, section.aggregation, ScoreScales.none(len(members)))
 
 
 async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:

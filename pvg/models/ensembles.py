@@ -1,6 +1,6 @@
 """Several verifiers that score as one.
 
-    ensemble = VerifierEnsemble(members, "min", Scales.none(len(members)))
+    ensemble = VerifierEnsemble(members, "min", ScoreScales.none(len(members)))
     scores_B = ensemble(*rectangle, ensemble.reference(*rectangle))
 
 A solution's score is the mean, the median or the minimum of its members' scores (arXiv 2310.02743, whose worst-case
@@ -51,14 +51,14 @@ AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean, "median": m
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scales:
+class ScoreScales:
     """What brings each of K members' scores to the common scale: float64 [K], slope x score + offset."""
 
     slopes_K: NDArray[np.float64]
     offsets_K: NDArray[np.float64]
 
     @classmethod
-    def none(cls, members: int) -> Scales:
+    def none(cls, members: int) -> ScoreScales:
         return cls(np.ones(members), np.zeros(members))
 
     def applied(self, scores_KN: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Scales:
 class VerifierEnsemble:
     """Scores like a VerifierModel. Owns its members, which have one tokenizer, head and start; `close` frees them."""
 
-    def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: Scales) -> None:
+    def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: ScoreScales) -> None:
         """`aggregation` is one of AGGREGATIONS. Raises ValueError when the numbers of members and scales differ."""
         if not members or len(members) != len(scales.slopes_K) or len(members) != len(scales.offsets_K):
             raise ValueError(f"{len(members)} members, but scales for {len(scales.slopes_K)}")

@@ -27,7 +27,7 @@ from pvg.records import Int32
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class LogitTransform:
     """What becomes of the head's output: logits = cap tanh(factor x / cap) / temperature, without the cap where that
     is None."""
 
@@ -54,7 +54,7 @@ class Finish:
 
 
 def token_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: Finish, chunk: int
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> Tensor:
     """log p(targets_N), float32 [N], nats, of the softmax of the finished logits; `chunk` tokens' logits at a time.
 
@@ -70,7 +70,7 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropies(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: Finish, chunk: int
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """The same log-probs, and the entropy of each of these softmaxes: float32 [N], nats. It costs one more pass over
     the logits forward, and one backward where it has a gradient."""
@@ -91,7 +91,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        finish: Finish,
+        finish: LogitTransform,
         chunk: int,
         dtype: torch.dtype,
         with_entropies: bool,
@@ -164,7 +164,7 @@ def _slope(logprobs_CV: Tensor, grad_C: Tensor, slope_C: Tensor, entropies_C: Te
 
 
 def _head_logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: Finish, dtype: torch.dtype
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform, dtype: torch.dtype
 ) -> Tensor:
     bias = None if bias_V is None else bias_V.to(dtype)
     return finish(linear(hidden_CD.to(dtype), weight_VD.to(dtype), bias).float())
@@ -425,7 +425,7 @@ def finish_logits(module: nn.Module, logits: Tensor) -> Tensor:
     return logits if finish.cap is None else torch.tanh(logits / finish.cap) * finish.cap
 
 
-def _finish_of(module: nn.Module) -> Finish:
+def _finish_of(module: nn.Module) -> LogitTransform:
     settings, factor = cast(Any, module).config.get_text_config(), 1.0
     if scale := getattr(settings, "logit_scale", None):  # Cohere
         factor *= scale
@@ -434,4 +434,4 @@ def _finish_of(module: nn.Module) -> Finish:
     if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
         factor *= multiplier
     cap = getattr(settings, "final_logit_softcapping", None)  # Gemma 2 and later
-    return Finish(factor, cap or None)
+    return LogitTransform(factor, cap or None)

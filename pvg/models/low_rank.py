@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LowRankAdapter:
     """As peft stores them: `tensors` (float32, lora_A.weight [rank, in] and lora_B.weight [out, rank]) by peft's names,
     `config` as in its adapter_config.json."""
 

@@ -84,7 +84,7 @@ def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class JoinedRows:
     """R rows of T tokens that lie one behind the other, and how they stand in a rectangle of W, the longest row.
 
     `slots_T` is where in the rectangle [R * W] each token stands, `tokens_S` which token stands in each slot (in the
@@ -97,7 +97,7 @@ class Rows:
     tokens_S: Tensor | None
 
     @classmethod
-    def of(cls, lengths: ArrayLike, device: torch.device | str = "cpu") -> Rows:
+    def of(cls, lengths: ArrayLike, device: torch.device | str = "cpu") -> JoinedRows:
         lengths_R = np.asarray(lengths, dtype=np.int64)
         width = int(lengths_R.max(initial=0))
         ends_R = np.cumsum(lengths_R)
@@ -149,7 +149,7 @@ WIDTH = 16
 HEIGHT = 8
 
 
-class Rectangle(NamedTuple):
+class PaddedBatch(NamedTuple):
     """What a VerifierModel takes. Rows beyond the given ones repeat the first: drop their results."""
 
     ids_BL: Tensor
@@ -176,7 +176,7 @@ def rectangle(
     *,
     token_budget: int,
     max_length: int,
-) -> Rectangle:
+) -> PaddedBatch:
     """The rows of one of `batches`, padded in width, and in height as far as the budget allows."""
     width = padded_width(max(map(len, rows)), max_length)
     height = max(len(rows), min(-(-len(rows) // HEIGHT) * HEIGHT, token_budget // width))
@@ -184,4 +184,4 @@ def rectangle(
     ids_BL, lengths_B = pad_right([*rows, *[rows[0]] * missing], pad_id, device)
     starts = [*prompt_lengths, *[prompt_lengths[0]] * missing]
     wide_BL = pad(ids_BL, (0, width - ids_BL.shape[1]), value=pad_id)
-    return Rectangle(wide_BL, lengths_B, torch.tensor(starts, dtype=torch.int64, device=device))
+    return PaddedBatch(wide_BL, lengths_B, torch.tensor(starts, dtype=torch.int64, device=device))

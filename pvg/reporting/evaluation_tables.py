@@ -9,12 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pvg.evaluation.report import Attack, EvaluationReport, Number, RoundEvaluation
+from pvg.evaluation.report import AttackRecord, EvaluationReport, NumberRecord, RoundEvaluation
 from pvg.reporting.figures import ABSENT
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, section
 
 
-def interval(number: Number | None, *, digits: int = 2) -> str:
+def interval(number: NumberRecord | None, *, digits: int = 2) -> str:
     """`0.91 [0.88,0.94]`, with a dash for what there is not. No blank in the brackets: a narrow cell breaks before."""
     if number is None or number.value is None:
         return ABSENT
@@ -24,11 +24,11 @@ def interval(number: Number | None, *, digits: int = 2) -> str:
     return f"{value} [{number.low:.{digits}f},{number.high:.{digits}f}]"
 
 
-def _value(number: Number) -> str:
+def _value(number: NumberRecord) -> str:
     return ABSENT if number.value is None else f"{number.value:.2f}"
 
 
-def steps_to_exploit(attack: Attack) -> str:
+def steps_to_exploit(attack: AttackRecord) -> str:
     """`140`, `> 200` for a censored attack, or why there is no number."""
     words = {"no_reference": "no reference", "no_signal": "no signal", "diverged": "diverged"}
     if attack.status in words:

@@ -21,7 +21,7 @@ from pvg.models.padding import pad_right, token_budget_batches
 from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.kv_cache import Placement, RowCache
+from pvg.rollout.kv_cache import PromptPlacement, RowCache
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -89,7 +89,7 @@ NO_STOP = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodedRow:
     """One row's result: `token_ids` int32 [C], the stop token included, and `logprobs` float32 [C] in nats. Both begin
     with what the request began with."""
 
@@ -100,7 +100,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DecodingJob:
     """A request that is to be decoded; `ticket` names it while it runs."""
 
     ticket: int
@@ -108,15 +108,15 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnResult:
     """What a turn finished, by ticket; its decoding steps, and the live rows summed over them."""
 
-    finished: list[tuple[int, Decoded]]
+    finished: list[tuple[int, DecodedRow]]
     steps: int
     live_rows: int
 
 
-class Rows(Protocol):
+class RunningRows(Protocol):
     """The rows an engine has running. Used by one thread at a time; after an exception it is thrown away."""
 
     @property
@@ -124,7 +124,7 @@ class Rows(Protocol):
         """Whether `turn` takes jobs while others run; if not, it takes them only when all have finished."""
         ...
 
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs` and decode on; at least one running row finishes, or a bounded number of steps is done.
 
         `dropped_N`, by ticket, may be set by another thread meanwhile: such a row finishes at the next step with what
@@ -134,7 +134,7 @@ class Rows(Protocol):
 
 
 class ModuleRows:
-    """`Rows` by `decode`: whole batches through the module, whatever its architecture."""
+    """`RunningRows` by `decode`: whole batches through the module, whatever its architecture."""
 
     def __init__(
         self,
@@ -153,12 +153,12 @@ class ModuleRows:
     def joins(self) -> bool:
         return False
 
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         assert [job.ticket for job in jobs] == list(range(len(jobs)))  # so that a ticket is a row
         dropped_N = dropped_N[: len(jobs)]
         results = decode(self._module, [job.request for job in jobs], dropped_N, self._device, *self._switches)
         lengths = [len(result.token_ids) - job.request.tokens_begun for job, result in zip(jobs, results, strict=True)]
-        return Turn(
+        return TurnResult(
             [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
         )
 
@@ -197,7 +197,7 @@ def decode(
     compaction: bool = True,
     shared_prefill: bool = True,
     routed_experts: bool = False,
-) -> list[Decoded]:
+) -> list[DecodedRow]:
     """Sample every request to its end, in one batch; results in the order of the requests. Spans: prefill, decode.
 
     `dropped_N` may be set by another thread while this runs: such a row is finished from the next step on, its result
@@ -330,13 +330,13 @@ def _prefill(
     cache.slots.placements = None
 
 
-def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[Placement]:
+def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[PromptPlacement]:
     """One placement per distinct length: which prompts of the prefill batch go to which rows."""
     found = []
     for length in np.unique(lengths_B):
         pairs = [(row, prompt) for prompt in np.flatnonzero(lengths_B == length) for row in groups[prompt]]
         rows_F, prompts_F = torch.tensor(pairs, device=device).T
-        found.append(Placement(rows_F, prompts_F, int(length)))
+        found.append(PromptPlacement(rows_F, prompts_F, int(length)))
     return found
 
 
@@ -372,7 +372,7 @@ def _results(
     dropped_N: NDArray[np.bool_],
     tokens_NT: NDArray[np.int64],
     logprobs_NT: Float32,
-) -> list[Decoded]:
+) -> list[DecodedRow]:
     """Cut each row at its first stop token or its limit: what a finished row went on to sample is thrown away."""
     results = []
     for row, request in enumerate(requests):
@@ -386,11 +386,11 @@ def _results(
 
 def finished_row(
     request: GenerationRequest, tokens: NDArray[np.int64], logprobs: Float32, stopped: bool, dropped: bool
-) -> Decoded:
+) -> DecodedRow:
     """A row's result, copied. Raises TrainingDivergedError for log-probs that are not finite, but for a dropped row."""
     if not dropped and not np.isfinite(logprobs).all():
         raise diverged(request)
-    return Decoded(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
+    return DecodedRow(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
 
 
 def diverged(request: GenerationRequest) -> TrainingDivergedError:

@@ -32,7 +32,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PartialCompletion:
     """What there is of a completion that was cut short: `token_ids` int32 [T], T >= 1, no stop token among them, and
     `logprobs` float32 [T] in nats, of the versions in `spans` that sampled them. `timing` is what it has taken;
     `routed_experts` [P + T - 1, layers, k], from an engine that was opened to tell them."""
@@ -52,7 +52,7 @@ class Begun:
 class CutShort(Exception):
     """`generate` ends with this where `Engine.cut` was heard in time. `begun`: what there is; None: not a token."""
 
-    def __init__(self, begun: Begun | None) -> None:
+    def __init__(self, begun: PartialCompletion | None) -> None:
         super().__init__("the request was cut short")
         self.begun = begun
 
@@ -72,7 +72,7 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
-    begun: Begun | None = field(default=None, compare=False)
+    begun: PartialCompletion | None = field(default=None, compare=False)
 
     @property
     def tokens_begun(self) -> int:
@@ -226,7 +226,7 @@ def _complaint(request: GenerationRequest) -> str:
     return next((complaint for complaint, is_so in complaints.items() if is_so), "")
 
 
-def _can_go_on(begun: Begun, prompt: int, sampling: Sampling) -> bool:
+def _can_go_on(begun: PartialCompletion, prompt: int, sampling: Sampling) -> bool:
     ids, spans, experts = begun.token_ids, begun.spans, begun.routed_experts
     return (
         0 < len(ids) < sampling.max_tokens

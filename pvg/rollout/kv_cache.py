@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PromptPlacement:
     """Row `prompts_F[f]` of a prefill batch, its first `length` tokens, becomes the prompt of cache row `rows_F[f]`."""
 
     rows_F: Tensor
@@ -26,20 +26,20 @@ class Placement:
 
 
 @dataclass(slots=True)
-class Slots:
+class CacheSlots:
     """What all layers share. `rows` are in use, `columns` are filled; columns below `start` belong to the prompts."""
 
     rows: int
     start: int
     capacity: int
     columns: int
-    placements: Sequence[Placement] | None = None
+    placements: Sequence[PromptPlacement] | None = None
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """One layer: keys and values [rows, heads, capacity, head width]."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: CacheSlots) -> None:
         super().__init__()
         self._slots = slots
 
@@ -91,7 +91,7 @@ class RowCache(Cache):  # type: ignore[misc]
     """A transformers cache for `rows` rows whose prompts (but their last tokens) take at most `start` columns."""
 
     def __init__(self, rows: int, start: int, capacity: int) -> None:
-        self.slots = Slots(rows=rows, start=start, capacity=capacity, columns=start)
+        self.slots = CacheSlots(rows=rows, start=start, capacity=capacity, columns=start)
         super().__init__(layer_class_to_replicate=partial(RowLayer, self.slots))
 
     def advance(self) -> None:

@@ -5,10 +5,11 @@
     attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
     out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
 
-`ByKernel`: torch's fused kernel, for any device and dtype, over a cache in which each head's tokens lie side by side.
+`KernelAttention`: torch's fused kernel, for any device and dtype, over a cache in which each head's tokens lie side by
+side.
 
-`ByProducts`, on a CPU in float32, in about half its time. A token's heads lie side by side, so that a new token is
-written in one piece and a row is read from its beginning to its end; reading the cache is what attention costs.
+`ProductAttention`, on a CPU in float32, in about half its time. A token's heads lie side by side, so that a new token
+is written in one piece and a row is read from its beginning to its end; reading the cache is what attention costs.
 - scores: one product per row for all its heads. A head's query fills its own block of a row of zeros, so that products
   with whole tokens give that head's scores; K times the multiplications, which wait for the memory anyway.
 - values: a weighted sum of rows of a table, which torch has as `embedding_bag`; it fetches ahead what it will read.
@@ -30,7 +31,7 @@ Zeros = Callable[[tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPrefixes:
     """Rows 0, `rows`, 2 `rows`, ... and the `rows` - 1 behind each have the same tokens in their first `columns`."""
 
     rows: int
@@ -45,7 +46,7 @@ class Attention(Protocol):
         """Keys and values [layers, 2, rows, C, K, D], made by `zeros`, in the order of memory that this way reads."""
         ...
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         """Row r will see the columns up to `position_R[r]`, all of which are below `columns`. What is `shared` may be
         read of the first of those rows alone."""
         ...
@@ -59,7 +60,7 @@ class Attention(Protocol):
         ...
 
 
-class ByProducts:
+class ProductAttention:
     """For a cache of `rows` rows and `columns` columns, on a CPU."""
 
     def __init__(self, rows: int, columns: int, heads: int, kv_heads: int, width: int) -> None:
@@ -77,7 +78,7 @@ class ByProducts:
     def buffer(self, zeros: Zeros, layers: int) -> Tensor:
         return zeros((layers, 2, *self._shape))
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         rows, self._shared = len(position_R), shared
         self._tokens_R = torch.arange(rows) * self._shape[1] + position_R
         hidden_R1T = torch.arange(columns) > position_R[:, None, None]
@@ -124,7 +125,7 @@ class ByProducts:
         return scores_RHT
 
 
-class ByKernel:
+class KernelAttention:
     """The queries of a group stand as rows of one query matrix, so that keys are read once for all of them."""
 
     def __init__(self, rows: int, columns: int, kv_heads: int, width: int) -> None:
@@ -135,7 +136,7 @@ class ByKernel:
         self._dtype = kv.dtype
         return kv.transpose(3, 4)
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         del shared  # the kernel reads every row's own
         device, (_, kv_heads, capacity, _) = position_R.device, self._shape
         head_RK = torch.arange(len(position_R) * kv_heads, device=device).view(-1, kv_heads)
@@ -259,9 +260,9 @@ class LeanDecoder:
     def new_cache(self, rows: int, columns: int) -> LeanCache:
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
-            ByProducts(rows, columns, self._heads, self._kv_heads, self._width)
+            ProductAttention(rows, columns, self._heads, self._kv_heads, self._width)
             if self._products
-            else ByKernel(rows, columns, self._kv_heads, self._width)
+            else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
         kv = attention.buffer(lambda shape: _zeros(shape, self._embedding.dtype, self.device), len(self._layers))
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
@@ -291,7 +292,7 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def step(
-        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: Shared | None = None
+        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: SharedPrefixes | None = None
     ) -> Tensor:
         """logits_RV after the tokens `token_R` int64 at positions `position_R` int64 of the cache's first R rows.
 

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import StateError
 from pvg.records import Group, Rollout
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
-from pvg.rollout.engine import Begun, CutShort, Engine
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, all_or_none
+from pvg.rollout.engine import CutShort, Engine, PartialCompletion
 from pvg.rollout.gathering import Deadline, compares_within_groups, training_deadline
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LEAST_OF_GROUP = 2  # to take a mean of
 
 # What batch b of the phase orders, and its call.
-Plan = Callable[[int], tuple[Sequence[GroupOrder], Call]]
+Plan = Callable[[int], tuple[Sequence[GroupOrder], SampleCall]]
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class _Unit:
 
     number: int
     order: GroupOrder
-    call: Call
+    call: SampleCall
     indices: tuple[int, ...]
     finished: dict[int, Rollout] = field(default_factory=dict)
-    begun: dict[int, Begun] = field(default_factory=dict)
+    begun: dict[int, PartialCompletion] = field(default_factory=dict)
     finishes: list[float] = field(default_factory=list)  # in the present call
 
     @property

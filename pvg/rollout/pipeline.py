@@ -31,7 +31,7 @@ Prefer = Literal["fresh", "old"]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class BufferedGroup:
     """A group, and the trainer's version when it arrived: before that, the group aged in flight. `oldest` is the oldest
     version among its tokens. It is computed once, because every arrival compares all groups that wait."""
 
@@ -41,7 +41,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Drops:
+class DroppedRollouts:
     """Rollouts that were sampled and are too old to train on, by when that was found, and their completion tokens."""
 
     on_arrival: int = 0
@@ -53,10 +53,10 @@ class GroupBuffer:
     """`budget`: versions that a rollout may be behind."""
 
     def __init__(self, budget: int, prefer: Prefer = "fresh") -> None:
-        self.drops = Drops()
+        self.drops = DroppedRollouts()
         self._budget = budget
         self._sign = -1 if prefer == "fresh" else 1
-        self._waiting: list[Taken] = []  # as they came
+        self._waiting: list[BufferedGroup] = []  # as they came
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -68,7 +68,7 @@ class GroupBuffer:
 
     def put(self, group: Group, version: int) -> None:
         """Raises ValueError for a group without rollouts: it has no version."""
-        arrival = Taken(group, version, oldest(group))
+        arrival = BufferedGroup(group, version, oldest(group))
         if self._within(arrival, version):
             self._waiting.append(arrival)
         else:
@@ -84,7 +84,7 @@ class GroupBuffer:
                 self.drops.waiting += self._dropped(arrival)
         self._waiting = kept
 
-    def take(self, wanted: Mapping[Role, int], version: int) -> list[Taken] | None:
+    def take(self, wanted: Mapping[Role, int], version: int) -> list[BufferedGroup] | None:
         """`wanted` groups of each role, all within the budget, in the order they arrived; None when a role has fewer.
         Of equally fresh groups, those that arrived first are taken."""
         self.expire(version)
@@ -102,10 +102,10 @@ class GroupBuffer:
         self._waiting = [arrival for place, arrival in enumerate(self._waiting) if place not in chosen]
         return taken
 
-    def _within(self, arrival: Taken, version: int) -> bool:
+    def _within(self, arrival: BufferedGroup, version: int) -> bool:
         return version - arrival.oldest <= self._budget
 
-    def _dropped(self, arrival: Taken) -> int:
+    def _dropped(self, arrival: BufferedGroup) -> int:
         self.drops.tokens += sum(len(rollout.completion_ids) for rollout in arrival.group.rollouts)
         return len(arrival.group.rollouts)
 
@@ -140,7 +140,7 @@ def oldest(group: Group) -> int:
 # waits, so none of them becomes stale before it arrives.
 
 
-class Gate:
+class AdmissionGate:
     """Bounds the requests in flight, over all groups that share `semaphore`. `version` is that of the trainer when the
     group's first request went in: no token of it is older. None: all of them wait."""
 
@@ -160,12 +160,12 @@ class Gate:
         self._semaphore.release()
 
 
-Sample = Callable[[Role, Gate], Coroutine[Any, Any, Group]]
+Sample = Callable[[Role, AdmissionGate], Coroutine[Any, Any, Group]]
 Shares = Callable[[int], Mapping[Role, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostRollouts:
     """Rollouts that were sampled, or begun, for nothing: they were too old. Totals since the pipeline was made.
 
     `groups_cancelled` were still in flight; the others are counted in rollouts, and `tokens` are theirs."""
@@ -207,7 +207,7 @@ class Pipeline:
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
-        self._running: dict[asyncio.Task[Group], tuple[Role, Gate]] = {}
+        self._running: dict[asyncio.Task[Group], tuple[Role, AdmissionGate]] = {}
         self._hopeless: set[asyncio.Task[Group]] = set()
         self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
@@ -230,9 +230,9 @@ class Pipeline:
         return self._starved
 
     @property
-    def lost(self) -> Lost:
+    def lost(self) -> LostRollouts:
         drops = self._buffer.drops
-        return Lost(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
+        return LostRollouts(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
 
     def start(self) -> None:
         """Begin to sample. To be called outside of the spans of single steps: this goes on beside them."""
@@ -240,7 +240,7 @@ class Pipeline:
         self._producer = asyncio.create_task(self._produce())
         self._producer.add_done_callback(self._ended)
 
-    async def take(self) -> list[Taken]:
+    async def take(self) -> list[BufferedGroup]:
         """The groups of the next batch, in the order they arrived. Raises what a group failed with."""
         assert self._batches != 0, "more batches than the pipeline was made for"
         wanted = self._shares(self._batch)
@@ -309,7 +309,7 @@ class Pipeline:
             while lacking := [role for role, most in self._room_for.items() if there[role] < most]:
                 # The role that lacks most of its groups comes first: requests are served in the order they were made.
                 role = min(lacking, key=lambda role: there[role] / self._room_for[role])
-                gate = Gate(self, self._semaphore)
+                gate = AdmissionGate(self, self._semaphore)
                 task = asyncio.create_task(self._sample(role, gate))
                 there[role] += 1
                 self._running[task] = role, gate

@@ -1,4 +1,4 @@
-"""`Checksums`: tensors of a server against the trainer's, bit by bit, where the server still has them as they came.
+"""`ChecksumTest`: tensors of a server against the trainer's, bit by bit, where the server still has them as they came.
 
 vLLM names and shapes most tensors in its own way (it fuses projections, pads vocabularies, and its CPU build packs
 matrices), so only those that it keeps as they were can be compared: norms, and embeddings of even sizes. The canary
@@ -29,7 +29,7 @@ VOCABULARY_PADDING = 64  # rows to whose multiples vLLM pads embeddings
 NOTHING = hashlib.sha256(b"").hexdigest()  # of a tensor that the server has in another form
 
 
-class Checksums:
+class ChecksumTest:
     """`dtype` is the servers'; `always`: at every update, and not only until weights have changed.
 
     The first version of a run is what servers were started with: that they have it proves no loading. So updates are
@@ -108,7 +108,7 @@ EARLIER = 16  # versions that are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedLogprobs:
     """What the trainer's weights say of the sequences: float32 [L - 1] each, in nats, and what `earlier` versions said,
     oldest first. `moved` is the largest change since the version before."""
 
@@ -135,7 +135,7 @@ class Canary:
         self.sequences: tuple[Int32, ...] = ()
         self._earlier: list[tuple[int, tuple[Float32, ...]]] = []
 
-    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> Expected:
+    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> ExpectedLogprobs:
         """What servers have to say under `tensors`. Raises TrainingDivergedError for weights that give no number."""
         if not self.sequences:
             self.sequences = tuple(await run_in(self._executor, self._make))
@@ -147,9 +147,9 @@ class Canary:
             )
         earlier = tuple(self._earlier)
         self._earlier = _thinned([*self._earlier, (version, found)])
-        return Expected(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
+        return ExpectedLogprobs(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
 
-    def check(self, server: str, expected: Expected, found: Sequence[Float32]) -> float:
+    def check(self, server: str, expected: ExpectedLogprobs, found: Sequence[Float32]) -> float:
         """The largest gap in nats. Raises WeightsNotArrivedError, which names the server and the version."""
         gap = _largest(expected.logprobs, found)
         if not gap <= self.tolerance:  # also where the server says NaN

@@ -2,7 +2,7 @@
 
     control = ControlClient("http://127.0.0.1:8000", pool)
     info = await control.info()
-    delivery = await control.load_weights(name="run-1/v000012", label=Label(session, 12), trace="1f3a")
+    delivery = await control.load_weights(name="run-1/v000012", label=WeightLabel(session, 12), trace="1f3a")
 
 The pool is its own (`weights.client = "dedicated"`), with a fresh connection for every call, or generation's
 ("shared"). The server stamps each call at its first byte, and says how long it worked on it: what is left of the wall
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.servers.labels import Label
-from pvg.servers.pool import HttpPool, Malformed, Refused, Reply
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply
 
 PROTOCOL = 1  # of the routes below /pvg
 GENERATION_ID = "generate-tokens-"  # what vLLM puts before the id of a request for tokens
@@ -49,12 +49,12 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class DeliveryTiming:
     """One update as one server took it. Milliseconds; `parts` divide `rpc_ms`: pause, load, resume. `sent_ns`,
     `received_ns`: when the call was made, and when the server saw its first byte, each by its own side's clock."""
 
     url: str
-    label: Label
+    label: WeightLabel
     wall_ms: float
     rpc_ms: float
     received_ns: int
@@ -95,7 +95,7 @@ class ControlClient:
         """Asks the engine behind the server too: a server whose engine hangs does not answer."""
         try:
             reply = await self._call("GET", "/pvg/info", None, self._probe_timeout_s)
-        except Refused as error:
+        except RefusedRequest as error:
             if error.status == 404:
                 raise MissingRequirementError(
                     f"{self.url} is a server without pvg's control routes.", "Start it with: pvg serve EXPERIMENT"
@@ -111,10 +111,10 @@ class ControlClient:
         told = {**found, "url": self.url}
         for name, kind in get_type_hints(ServerInfo).items():
             if type(told.get(name)) is not kind:
-                raise Malformed(self.url, f"/pvg/info lacks {name!r}, or tells it as no {kind.__name__}")
+                raise MalformedReply(self.url, f"/pvg/info lacks {name!r}, or tells it as no {kind.__name__}")
         return ServerInfo(**{name: told[name] for name in ServerInfo.__slots__})
 
-    async def load_weights(self, name: str, label: Label, trace: str, *, keep_kv: bool = False) -> Delivery:
+    async def load_weights(self, name: str, label: WeightLabel, trace: str, *, keep_kv: bool = False) -> DeliveryTiming:
         """Have the server load the weights in the folder `name` of its root: paused (requests in flight are kept),
         loaded, labelled, resumed. Returns when it is done. A label that the server already has is done at once.
 
@@ -123,11 +123,11 @@ class ControlClient:
         """
         return await self._update("/pvg/servers", {"name": name, "keep_kv": keep_kv}, label, trace)
 
-    async def load_adapter(self, name: str, label: Label, trace: str) -> Delivery:
+    async def load_adapter(self, name: str, label: WeightLabel, trace: str) -> DeliveryTiming:
         """Have the server load the adapter in the folder `name` of its root, as a model of the label's name."""
         return await self._update("/pvg/adapters", {"name": name}, label, trace)
 
-    async def unload_adapter(self, label: Label, trace: str) -> None:
+    async def unload_adapter(self, label: WeightLabel, trace: str) -> None:
         """Forget the adapter of that label; one that is not there is no error."""
         await self._call("POST", "/pvg/adapters/unload", {"label": str(label)}, self._timeout_s, trace)
 
@@ -150,21 +150,21 @@ class ControlClient:
         body: Mapping[str, Any] = {"action": "checksum"}
         found = (await self._call("POST", "/weight_checker", body, self._timeout_s)).json()
         if not isinstance(found, dict) or not isinstance(found.get("checksums"), dict):
-            raise Malformed(self.url, "/weight_checker gave no checksums")
+            raise MalformedReply(self.url, "/weight_checker gave no checksums")
         return {str(name): str(digest) for name, digest in found["checksums"].items()}
 
     async def call(self, path: str, body: Mapping[str, Any] | None, trace: str = "") -> Reply:
         """POST to another of vLLM's RL routes."""
         return await self._call("POST", path, body, self._timeout_s, trace)
 
-    async def _update(self, path: str, body: Mapping[str, Any], label: Label, trace: str) -> Delivery:
+    async def _update(self, path: str, body: Mapping[str, Any], label: WeightLabel, trace: str) -> DeliveryTiming:
         started, sent_ns = time.perf_counter(), time.time_ns()
         reply = await self._call("POST", path, {**body, "label": str(label)}, self._timeout_s, trace)
         wall_ms = (time.perf_counter() - started) * 1e3
         found = reply.json()
         if not isinstance(found, dict) or found.get("label") != str(label):
-            raise Malformed(self.url, f"{path} answered for other weights than {label}")
-        return Delivery(
+            raise MalformedReply(self.url, f"{path} answered for other weights than {label}")
+        return DeliveryTiming(
             url=self.url,
             label=label,
             wall_ms=wall_ms,
@@ -181,7 +181,7 @@ class ControlClient:
             return await self._pool.request(
                 method, self.url + path, body, timeout_s=timeout_s, headers={TRACE_HEADER: trace} if trace else None
             )
-        except Refused as error:
+        except RefusedRequest as error:
             if error.status == 401:
                 raise ConfigurationError(
                     f"{self.url} refuses the control key.",
@@ -194,13 +194,13 @@ def _header(reply: Reply, name: str, *, whole: bool = False) -> str:
     """A header that holds a number, a `whole` one or any."""
     text = reply.headers.get(name, "")
     if not (text.isdecimal() if whole else text.replace(".", "", 1).isdecimal()):
-        raise Malformed(reply.url, f"the header {name} is missing or no number")
+        raise MalformedReply(reply.url, f"the header {name} is missing or no number")
     return text
 
 
 def _milliseconds(reply: Reply, key: str, value: Any) -> float:
     if not isinstance(value, (int, float)):
-        raise Malformed(reply.url, f"{key} is no number")
+        raise MalformedReply(reply.url, f"{key} is no number")
     return float(value)
 
 
@@ -216,7 +216,7 @@ READ = {
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServerLoad:
     """At one moment: requests being computed and in the queue; tokens sampled and read since the start."""
 
     running: int = 0
@@ -225,13 +225,13 @@ class Figures:
     read: int = 0
     at: float = field(default_factory=time.monotonic)  # seconds
 
-    def rates(self, before: Figures) -> tuple[float, float]:
+    def rates(self, before: ServerLoad) -> tuple[float, float]:
         """Tokens per second sampled and read since `before`."""
         seconds = max(self.at - before.at, 1e-9)
         return (self.generated - before.generated) / seconds, (self.read - before.read) / seconds
 
 
-def read_figures(text: str) -> Figures:
+def read_figures(text: str) -> ServerLoad:
     """The figures in Prometheus' text format; what is not there counts as 0."""
     found = dict.fromkeys(READ.values(), 0.0)
     for line in text.splitlines():
@@ -240,4 +240,4 @@ def read_figures(text: str) -> Figures:
             name, _, rest = line.partition(" ")
         if name in READ:
             found[READ[name]] += float(rest.rpartition("}")[2].split()[0])
-    return Figures(**{key: int(value) for key, value in found.items()})
+    return ServerLoad(**{key: int(value) for key, value in found.items()})

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.config.sections import Serving
 from pvg.errors import PvgError, ServerUnavailableError, StateError
-from pvg.servers.control import ControlClient, Delivery, ServerInfo
-from pvg.servers.labels import Label
-from pvg.servers.pool import Broken, ServerFault, Silent, Unreachable
+from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import ConnectionBroken, ReplyTimeout, ServerFault, ServerUnreachable
 from pvg.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Server:
     kicked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def attempt(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, a request to this server, until it is done or the server is given up (then: Broken)."""
+        """Run `work`, a request to this server, until it is done or the server is given up (then: ConnectionBroken)."""
         task = asyncio.ensure_future(work)
         self.attempts.add(task)
         self.outstanding += 1
@@ -72,7 +72,7 @@ class Server:
             elif not task.cancelled():
                 task.exception()  # seen, also where our caller was cancelled at the same moment
         if task.cancelled():
-            raise Broken(self.url, f"the server was given up: {self.fault}")
+            raise ConnectionBroken(self.url, f"the server was given up: {self.fault}")
         self.faults_in_a_row = 0 if task.exception() is None else self.faults_in_a_row
         return task.result()
 
@@ -170,21 +170,21 @@ class Fleet:
         server.faults_in_a_row += 1
         rest_s = min(LONGEST_REST_S, 0.05 * 2 ** min(10, server.faults_in_a_row))
         server.rests_until = time.monotonic() + rest_s
-        if isinstance(fault, Unreachable) and server.state == "up":
+        if isinstance(fault, ServerUnreachable) and server.state == "up":
             self.lose(server, fault)
         elif isinstance(fault, StaleWeights) and server.state == "up":
             self._set(server, "stale")
         server.kicked.set()
 
     def lose(self, server: Server, fault: BaseException) -> None:
-        """Give the server up until it answers again; its requests end as Broken."""
+        """Give the server up until it answers again; its requests end as ConnectionBroken."""
         server.fault = fault
         self._set(server, "away")
         self._cut_off(server)
 
     async def deliver(
-        self, servers: Sequence[Server], transport: Transport, label: Label, trace: str
-    ) -> list[Delivery | BaseException]:
+        self, servers: Sequence[Server], transport: Transport, label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         """Have `transport` send what it staged last to `servers`; one outcome for each, in their order. While this
         lasts, silence is no reason to give a server up, and nobody knows which weights it has. The caller holds
         `updating`, and decides about those that failed."""
@@ -231,7 +231,7 @@ class Fleet:
         try:
             info = await server.control.info()
             self._check(info)
-        except Silent:
+        except ReplyTimeout:
             # A core that loads weights answers nobody; the update has a time limit of its own. And when more time has
             # passed than the probe was given, it was this process that stood still.
             stood_still = time.monotonic() - asked > self._section.probe_timeout_s + STOOD_STILL_S

@@ -1,4 +1,4 @@
-"""`Label`: which weights a server has, as a string that vLLM reports with the tokens sampled from them.
+"""`WeightLabel`: which weights a server has, as a string that vLLM reports with the tokens sampled from them.
 
 A label is `SESSION/VERSION`. A session is one process that publishes; its versions only go up. Of two sessions the one
 that began later wins: a trainer that was believed dead cannot overwrite the weights of the one that took its place.
@@ -15,14 +15,14 @@ BROKEN = "broken:"  # before the label of weights that arrived in part (protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class PublishingSession:
     """A process that publishes weights: when it began, in nanoseconds since 1970, and a random tail."""
 
     began_ns: int
     tail: str
 
     @classmethod
-    def begin(cls) -> Session:
+    def begin(cls) -> PublishingSession:
         return cls(time.time_ns(), secrets.token_hex(4))
 
     def __str__(self) -> str:
@@ -30,22 +30,22 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class WeightLabel:
     """`version` of the weights that `session` published, from 0."""
 
-    session: Session
+    session: PublishingSession
     version: int
 
     def __str__(self) -> str:
         return f"{self.session}{SEPARATOR}{self.version}"
 
     @classmethod
-    def parse(cls, text: str) -> Label | None:
+    def parse(cls, text: str) -> WeightLabel | None:
         """The label in `text`; None for what no pvg wrote, such as vLLM's own "default"."""
         name, separator, version = text.partition(SEPARATOR)
         began, dash, tail = name.partition("-")
         try:
-            found = cls(Session(int(began, 16), tail), int(version))
+            found = cls(PublishingSession(int(began, 16), tail), int(version))
         except ValueError:
             return None
         return found if separator and dash and found.version >= 0 and str(found) == text else None

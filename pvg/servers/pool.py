@@ -91,25 +91,25 @@ class ServerFault(Exception):
         self.what = what
 
 
-class Unreachable(ServerFault):
+class ServerUnreachable(ServerFault):
     """No connection: the request was not sent."""
 
     sent = False
 
 
-class Broken(ServerFault):
+class ConnectionBroken(ServerFault):
     """The connection ended before the reply did."""
 
 
-class Silent(ServerFault):
+class ReplyTimeout(ServerFault):
     """No reply in time."""
 
 
-class Malformed(ServerFault):
+class MalformedReply(ServerFault):
     """A reply that is not what the route's replies look like."""
 
 
-class Refused(ServerFault):
+class RefusedRequest(ServerFault):
     """A status of 300 or above: vLLM redirects nobody, and the key goes nowhere else. `code` names the reason where
     the server gives one."""
 
@@ -130,11 +130,11 @@ class Reply:
     url: str
 
     def json(self) -> Any:
-        """Raises Malformed for what is not JSON."""
+        """Raises MalformedReply for what is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError as error:
-            raise Malformed(self.url, f"no JSON: {error}") from None
+            raise MalformedReply(self.url, f"no JSON: {error}") from None
 
 
 class HttpPool:
@@ -175,12 +175,12 @@ class HttpPool:
         self, url: str, body: Mapping[str, Any], *, timeout_s: float | None
     ) -> AsyncIterator[AsyncIterator[Any]]:
         """The JSON objects of a stream of server-sent events, as they come. Leaving early closes the connection,
-        which tells vLLM to stop. Raises a ServerFault, Broken for a stream that ends without its `[DONE]`."""
+        which tells vLLM to stop. Raises a ServerFault, ConnectionBroken for a stream that ends without its `[DONE]`."""
         async with self._exchange("POST", url, body, timeout_s, None) as response:
             yield _events(url, response)
 
     async def close(self) -> None:
-        """Close all connections; requests in flight end as Broken. Closing twice does nothing."""
+        """Close all connections; requests in flight end as ConnectionBroken. Closing twice does nothing."""
         self._closed = True
         for response in self._open:  # aiohttp would leave those who read a body waiting for ever
             response.content.set_exception(aiohttp.ClientConnectionError("the pool was closed"))
@@ -212,13 +212,13 @@ class HttpPool:
                 finally:
                     self._open.discard(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(url, _said(error)) from error
+            raise ServerUnreachable(url, _said(error)) from error
         except TimeoutError as error:
-            raise Silent(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
+            raise ReplyTimeout(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            raise Broken(url, _said(error)) from error
+            raise ConnectionBroken(url, _said(error)) from error
         except aiohttp.ClientError as error:
-            raise Malformed(url, _said(error)) from error
+            raise MalformedReply(url, _said(error)) from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -272,8 +272,8 @@ async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[A
         try:
             yield orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise Malformed(url, f"no JSON in the stream: {error}") from None
-    raise Broken(url, "the stream ended early")
+            raise MalformedReply(url, f"no JSON in the stream: {error}") from None
+    raise ConnectionBroken(url, "the stream ended early")
 
 
 async def _line(url: str, response: aiohttp.ClientResponse) -> bytes:
@@ -281,20 +281,20 @@ async def _line(url: str, response: aiohttp.ClientResponse) -> bytes:
     try:
         return await response.content.readline(max_line_length=LONGEST_EVENT)
     except HttpProcessingError:
-        raise Malformed(url, f"an event of more than {LONGEST_EVENT} bytes") from None
+        raise MalformedReply(url, f"an event of more than {LONGEST_EVENT} bytes") from None
 
 
-def _refusal(url: str, status: int, body: bytes) -> Refused:
+def _refusal(url: str, status: int, body: bytes) -> RefusedRequest:
     """vLLM answers {"error": {"message", "code", "type"}} or {"detail": ...} or {"error": text}; others anything."""
     code, message = "", body[:200].decode(errors="replace").strip()
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return Refused(url, status, code, message)
+        return RefusedRequest(url, status, code, message)
     error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""
     if isinstance(error, dict):
-        return Refused(url, status, str(error.get("code", "")), str(error.get("message", ""))[:500])
-    return Refused(url, status, code, str(error)[:500] or message)
+        return RefusedRequest(url, status, str(error.get("code", "")), str(error.get("message", ""))[:500])
+    return RefusedRequest(url, status, code, str(error)[:500] or message)
 
 
 def _said(error: BaseException) -> str:

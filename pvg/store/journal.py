@@ -22,7 +22,7 @@ TAIL_BLOCK = 65_536  # bytes read at a time when looking backwards for the end o
 READ_BLOCK = 1 << 20  # bytes read at a time for a digest
 
 
-class Mark(NamedTuple):
+class JournalMark(NamedTuple):
     """The state of a journal at a commit: its length in bytes, and the sha256 of those bytes in hex."""
 
     bytes: int
@@ -55,9 +55,9 @@ class JsonLines:
         return self._offset
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> JournalMark:
         """Length and digest of the whole lines so far. A commit records it after `sync`."""
-        return Mark(self._offset, self._digest.hexdigest())
+        return JournalMark(self._offset, self._digest.hexdigest())
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line through to the operating system (a killed process loses nothing, a power cut may).
@@ -149,7 +149,7 @@ def read_json_lines(path: Path) -> JsonLinesReader:
     return JsonLinesReader(path)
 
 
-def verify(path: Path, marks: Sequence[Mark]) -> None:
+def verify(path: Path, marks: Sequence[JournalMark]) -> None:
     """Check the committed part of a journal: the bytes before the last of `marks`, which ascend.
 
     Earlier marks narrow down the changed lines. Raises DamagedFileError that names the file and the lines; a missing

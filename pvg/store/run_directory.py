@@ -2,7 +2,7 @@
 
 The process locks the folder that contains the lock file, and the file. A deleted or replaced lock file does not let
 another process in, because the folder stays locked. A moved folder stays locked under its new name. On a file system
-that cannot lock folders (NFS) only the file is locked; `Unchanged` then detects a deleted or replaced lock file.
+that cannot lock folders (NFS) only the file is locked; `FolderGuard` then detects a deleted or replaced lock file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pvg.store.atomic import (
     remove_temporaries,
     write_atomic,
 )
-from pvg.store.journal import Mark, read_json_lines, verify
+from pvg.store.journal import JournalMark, read_json_lines, verify
 from pvg.store.state import FileStateStore, LoadedState, State
 
 Identity = tuple[int, int]  # device and inode of a file or a folder
@@ -65,7 +65,7 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
         os.close(folder)
 
 
-class Unchanged:
+class FolderGuard:
     """Checks whether a folder and its lock file are still the same as when this object was made.
 
     A process that has locked a folder calls this before each commit, because its lock does not cover another folder
@@ -295,7 +295,7 @@ class RunDirectory:
 
     def unchanged(self) -> Callable[[], None]:
         """A function that raises StateError if the folder or its lock file has changed since this call."""
-        return Unchanged(self.lock_file)
+        return FolderGuard(self.lock_file)
 
     @property
     def has_state(self) -> bool:
@@ -325,7 +325,7 @@ class RunDirectory:
 
         States of older versions have no marks; then this checks nothing.
         """
-        verify(path, [Mark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
+        verify(path, [JournalMark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
 
     def _signs_of_commits(self) -> list[str]:
         """Files that only a run with a commit has."""

@@ -20,7 +20,7 @@ from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.run_directory import RunDirectory, exclusive
 from pvg.study.measures import EVALUATION
-from pvg.study.plan import Cell, Evaluate
+from pvg.study.plan import Cell, StudyEvaluation
 
 TRAINED = "trained"  # the baseline that an evaluation trains for itself: a study gives it no other
 ATTACKED = ("found", "censored")  # attacks whose attacker's flaws are detected, or not
@@ -86,7 +86,7 @@ MOST_TOLD = 6  # cells with other settings that an error names
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CellProgress:
     """How far a cell is. `done` counts optimizer steps, `rounds` are the metrics of its finished rounds; `reason` is
     why it failed the last time, or cannot be read."""
 
@@ -148,15 +148,15 @@ class StudyFolder:
         )
 
 
-def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Standing:
+def standing(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
     """What the cell's files say."""
     reason = _failure(folder.failure(cell))
     if not cell.run.experiment_file.is_file():
-        return Standing("new", reason=reason)
+        return CellProgress("new", reason=reason)
     try:
         state = cell.run.load_state().state or {}
     except PvgError as error:
-        return Standing("damaged", reason=str(error))
+        return CellProgress("damaged", reason=str(error))
     rounds = tuple({k: v for k, v in row.items() if v is not None} for row in state.get("rounds", ()))
     told: dict[str, Any] = {
         "round": state.get("round", 0),
@@ -167,9 +167,9 @@ def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Stan
         "machine": str(state.get("machine", "")),
     }
     if status_of(state) != "complete":
-        return Standing("unfinished", done=steps_done(cell, state), **told)
+        return CellProgress("unfinished", done=steps_done(cell, state), **told)
     over = evaluate is None or not unevaluated(cell, evaluate, len(rounds))
-    return Standing("complete" if over else "played", done=cell.steps, **told)
+    return CellProgress("complete" if over else "played", done=cell.steps, **told)
 
 
 def steps_done(cell: Cell, state: dict[str, Any]) -> int:
@@ -221,7 +221,7 @@ def forget_failure(cell: Cell, folder: StudyFolder) -> None:
     folder.failure(cell).unlink(missing_ok=True)
 
 
-def unevaluated(cell: Cell, evaluate: Evaluate, rounds: int) -> str:
+def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
     """What the cell's evaluation has not of what the study asks for, in one line; "" where it has everything."""
     assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
     return lacking(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))

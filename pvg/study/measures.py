@@ -1,7 +1,7 @@
 """What a measure says of one run: a number, or that it is larger than a number.
 
-    Value(0.84)                        # a share
-    Value(200, censored=True)          # steps-to-exploit: not found within 200 steps
+    MeasuredValue(0.84)                        # a share
+    MeasuredValue(200, censored=True)          # steps-to-exploit: not found within 200 steps
 
 A censored value is no number and no missing value: it is known to be above `number`. So it has a place in an order and
 none in a mean.
@@ -28,28 +28,28 @@ from pvg.telemetry.catalogue import METRICS
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class MeasuredValue:
     """`censored`: known only to be above `number`."""
 
     number: float
     censored: bool = False
 
 
-def numbers(values: Sequence[Value]) -> list[float]:
+def numbers(values: Sequence[MeasuredValue]) -> list[float]:
     """The numbers of values that are all known. Raises ValueError where one is censored."""
     if any(value.censored for value in values):
         raise ValueError("a censored value is no number")
     return [value.number for value in values]
 
 
-def capped(values: Sequence[Value], cap: float | None) -> list[float]:
+def capped(values: Sequence[MeasuredValue], cap: float | None) -> list[float]:
     """Numbers that have the order of the values: whatever is not known to be below `cap` is a tie at `cap`."""
     if cap is None:
         return numbers(values)
     return [cap if value.censored else min(value.number, cap) for value in values]
 
 
-def cap_of(values: Sequence[Value]) -> float | None:
+def cap_of(values: Sequence[MeasuredValue]) -> float | None:
     """The number up to which all the values can be ordered: the least at which one is censored; None: none is."""
     return min((value.number for value in values if value.censored), default=None)
 
@@ -75,12 +75,12 @@ class RunFacts:
     evaluation: Any = None
 
 
-Series = list[Value | None]
+Series = list[MeasuredValue | None]
 Read = Callable[[RunFacts], Series]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class StudyMeasure:
     """`read` gives the values by round, in order; a measure of the whole run (`by_round` false) gives one.
 
     `higher_is_better`: None where neither is. `parts` of `pvg evaluate` that it is read from, with an `attack` of this
@@ -101,7 +101,7 @@ class Measure:
     samples: int = 0
 
 
-def measures_named(names: Sequence[str]) -> list[Measure]:
+def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
     """Raises ConfigurationError for an unknown name, with the nearest, and for one that comes twice."""
     for name in names:
         if name not in MEASURES:
@@ -158,7 +158,7 @@ def of_step_count(phase: str) -> Read:
 
     def read(facts: RunFacts) -> Series:
         counts = [step.round for step in facts.summary.steps if step.phase == phase]
-        return [Value(float(counts.count(number))) for number in sorted(facts.summary.rounds)]
+        return [MeasuredValue(float(counts.count(number))) for number in sorted(facts.summary.rounds)]
 
     return read
 
@@ -170,7 +170,7 @@ def of_evaluation(path: str) -> Read:
     the round's own prover as a source: `best_of_n[source={own}].balanced[n=4].accuracy.value`.
     """
 
-    def value(round_: Mapping[str, Any]) -> Value | None:
+    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         return _value(_at(round_, path))
 
     return _of_evaluated_rounds(value)
@@ -180,12 +180,12 @@ def steps_to_exploit(kind: str) -> Read:
     """Steps until a fresh attacker, paid by `kind`, had exploited the round's verifier; censored where it had not
     within the steps that it was given, and none where the attack could not be judged."""
 
-    def value(round_: Mapping[str, Any]) -> Value | None:
+    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         attack = _at(round_, f"exploit[kind={kind}]")
         if not isinstance(attack, Mapping) or attack.get("status") not in ("found", "censored"):
             return None
         steps = _value(attack.get("steps"))
-        return None if steps is None else Value(steps.number, censored=attack["status"] == "censored")
+        return None if steps is None else MeasuredValue(steps.number, censored=attack["status"] == "censored")
 
     return _of_evaluated_rounds(value)
 
@@ -194,7 +194,7 @@ def worst_auc_of_learnt(facts: RunFacts) -> Series:
     """The lowest AUC against the flaws of the base prover or of an earlier round's: with game.mixture = "equal" the
     verifier has learnt from all of these. None where one of them has no AUC: what is not known may be lower still."""
 
-    def value(round_: Mapping[str, Any]) -> Value | None:
+    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
         writers = [BASE_SOURCE, *(source_of_round(number) for number in range(int(round_["round"])))]
         found = [_value(_at(round_, f"detection.sources[source={writer}].auc.value")) for writer in writers]
         known = [auc for auc in found if auc is not None]
@@ -203,7 +203,7 @@ def worst_auc_of_learnt(facts: RunFacts) -> Series:
     return _of_evaluated_rounds(value)(facts)
 
 
-def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], Value | None]) -> Read:
+def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], MeasuredValue | None]) -> Read:
     """In the order of the run's rounds; None where the evaluation has not the round."""
 
     def read(facts: RunFacts) -> Series:
@@ -228,21 +228,21 @@ def _at(round_: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def _value(number: Any) -> Value | None:
+def _value(number: Any) -> MeasuredValue | None:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
         return None
-    return Value(float(number))
+    return MeasuredValue(float(number))
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def _round_metric(name: str, better: str, meaning: str) -> Measure:
+def _round_metric(name: str, better: str, meaning: str) -> StudyMeasure:
     look = shown(name)
     higher = (
         look.higher_is_better if look.higher_is_better is not None else {"higher": True, "lower": False}.get(better)
     )
-    return Measure(name, look.label, look.style, higher, meaning, of_rounds(lambda row: row.get(name)))
+    return StudyMeasure(name, look.label, look.style, higher, meaning, of_rounds(lambda row: row.get(name)))
 
 
 def _gain(row: Mapping[str, float]) -> float | None:
@@ -255,14 +255,14 @@ def _seconds(facts: RunFacts) -> Series:
     return [_value(facts.summary.seconds)]
 
 
-def _table() -> dict[str, Measure]:
+def _table() -> dict[str, StudyMeasure]:
     of_a_round = [
         _round_metric(metric.short, metric.better, metric.meaning)
         for metric in METRICS.values()
         if metric.where == "round"
     ]
     others = [
-        Measure(
+        StudyMeasure(
             "accuracy_gain",
             "accuracy gain",
             "share",
@@ -270,13 +270,13 @@ def _table() -> dict[str, Measure]:
             "helpful_accuracy less the base prover's.",
             of_rounds(_gain),
         ),
-        Measure(
+        StudyMeasure(
             "kl", "KL to start", "number", None, "KL at the prover's last step.", of_last_step("train_prover", "kl")
         ),
-        Measure(
+        StudyMeasure(
             "prover_steps", "prover steps", "number", None, "Steps the prover took.", of_step_count("train_prover")
         ),
-        Measure(
+        StudyMeasure(
             "seconds",
             "time in phases",
             "seconds",
@@ -290,7 +290,7 @@ def _table() -> dict[str, Measure]:
     return {measure.name: measure for measure in [*of_a_round, *others, *_evaluated()]}
 
 
-def _evaluated() -> list[Measure]:
+def _evaluated() -> list[StudyMeasure]:
     """Of `pvg evaluate`: one line each, with the path in a round of its document."""
     rows: list[tuple[str, str, Style, bool | None, str, str, str]] = [
         ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
@@ -311,7 +311,7 @@ def _evaluated() -> list[Measure]:
          "tax", "tax.tax.value"),
     ]  # fmt: skip
     attacks = [
-        Measure(
+        StudyMeasure(
             f"steps_to_exploit_{kind}",
             f"steps to exploit, {kind}",
             "number",
@@ -324,7 +324,7 @@ def _evaluated() -> list[Measure]:
         for kind in ("src", "cgc", "goodhart")
     ]
     attackers = [
-        Measure(
+        StudyMeasure(
             f"soundness_attack_{kind}",
             f"soundness, {kind} attack",
             "share",
@@ -336,7 +336,7 @@ def _evaluated() -> list[Measure]:
         )
         for kind in ("src", "cgc", "goodhart")
     ]
-    worst = Measure(
+    worst = StudyMeasure(
         "detection_auc_worst",
         "detection AUC, worst",
         "auc",
@@ -351,13 +351,13 @@ def _evaluated() -> list[Measure]:
         worst,
         *_best_of_n(),
         *(
-            Measure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
+            StudyMeasure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
             for name, label, style, higher, meaning, part, path in rows
         ),
     ]
 
 
-def _best_of_n() -> list[Measure]:
+def _best_of_n() -> list[StudyMeasure]:
     """At one n for all arms, and a small one: of a large n only few problems have enough of both kinds of solutions,
     and others in each arm."""
     n = BEST_OF
@@ -371,7 +371,7 @@ def _best_of_n() -> list[Measure]:
                               f"natural[n={n}].accuracy.value"),
     }  # fmt: skip
     return [
-        Measure(
+        StudyMeasure(
             name,
             label,
             cast(Style, style),

@@ -14,7 +14,7 @@ from pvg.reporting.page.frame import Across, Key, legend, swatch
 from pvg.reporting.page.markup import Html, Piece, join, span, table, tag
 from pvg.reporting.page.run_page import footer
 from pvg.reporting.page.several_page import COLOURS, DASHES
-from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
+from pvg.study.results import CellRecord, MeasureRecord, MeasureResult, StudyResults
 from pvg.study.text import (
     cautions,
     comparison_cells,
@@ -189,13 +189,13 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Key]) 
     return line_chart(title, lines, across, cast(Style, measure.style), keyed=False, references=references, note=note)
 
 
-def _limit(results: Sequence[Result]) -> float | None:
+def _limit(results: Sequence[MeasureResult]) -> float | None:
     """The largest number that a value was not found within; None where all were found."""
     values = [value for result in results for series in result.series.values() for value in series]
     return max((value.number for value in values if value is not None and value.censored), default=None)
 
 
-def _line(result: Result, key: Key, limit: float | None) -> Line:
+def _line(result: MeasureResult, key: Key, limit: float | None) -> Line:
     """Rounds with censored values have a median, which may not be found either; there the line has no band."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):

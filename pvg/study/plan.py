@@ -32,7 +32,7 @@ from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
-from pvg.study.measures import DEFAULT_MEASURES, Measure, measures_named
+from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
 from pvg.telemetry.core_waits import usable_cores
 
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # what `pvg evaluate` may set of a run that was played
@@ -54,7 +54,7 @@ def as_evaluated(experiment: Experiment, changes: Mapping[str, Any], path: str) 
 
 
 def refuse_unmeasured(
-    measures: Sequence[Measure], parts: Sequence[str] | None, arms: Mapping[str, Experiment], path: str
+    measures: Sequence[StudyMeasure], parts: Sequence[str] | None, arms: Mapping[str, Experiment], path: str
 ) -> None:
     """Raises ConfigurationError for parts that there are not, for evaluations that `pvg evaluate` would refuse, and for
     measures that would stay empty. `parts` is None without an evaluation; `arms` are settings `as_evaluated`."""
@@ -83,7 +83,7 @@ def refuse_unmeasured(
             _refuse_empty(measure, asked, name, experiment, path)
 
 
-def _refuse_empty(measure: Measure, asked: Sequence[str], name: str, experiment: Experiment, path: str) -> None:
+def _refuse_empty(measure: StudyMeasure, asked: Sequence[str], name: str, experiment: Experiment, path: str) -> None:
     if lacking := next((part for part in measure.parts if part not in asked), None):
         there = lacking in default_parts(experiment)
         raise ConfigurationError(
@@ -133,7 +133,7 @@ class ArmEntry(Section):
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")
 
 
-class Evaluate(Section):
+class StudyEvaluation(Section):
     """Each finished game goes through `pvg evaluate`: these parts of it (none: its own choice), with these settings."""
 
     parts: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -178,7 +178,7 @@ class StudyFile(Section):
     common: dict[str, Any] = Field(default_factory=dict)
     arm: tuple[ArmEntry, ...] = Field(default=(), strict=False)
     grid: dict[str, Any] = Field(default_factory=dict)
-    evaluate: Annotated[Evaluate | None, BeforeValidator(_evaluate)] = None
+    evaluate: Annotated[StudyEvaluation | None, BeforeValidator(_evaluate)] = None
 
     @field_validator("seeds")
     @classmethod
@@ -231,11 +231,11 @@ class StudyPlan:
     text: str
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
-    measures: tuple[Measure, ...]
+    measures: tuple[StudyMeasure, ...]
     reference: str | None
     processes: int
     threads: int
-    evaluate: Evaluate | None
+    evaluate: StudyEvaluation | None
     folder: Path
     overrides: tuple[str, ...] = ()
 
@@ -425,7 +425,7 @@ def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:
             )
 
 
-TABLES: dict[str, type[Section]] = {"arm": ArmEntry, "evaluate": Evaluate}
+TABLES: dict[str, type[Section]] = {"arm": ArmEntry, "evaluate": StudyEvaluation}
 
 
 def _explained(error: ValidationError, path: Path) -> ConfigurationError:

@@ -30,7 +30,7 @@ from pvg.errors import StateError
 from pvg.store.run_directory import exclusive
 from pvg.study import child
 from pvg.study.cells import (
-    Standing,
+    CellProgress,
     StudyFolder,
     forget_failure,
     note_failure,
@@ -38,7 +38,7 @@ from pvg.study.cells import (
     unevaluated,
     write_settings,
 )
-from pvg.study.plan import Cell, Evaluate, StudyPlan
+from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the files of a running cell
@@ -52,11 +52,11 @@ Job = Literal["train", "evaluate"]
 class StudyObserver(Protocol):
     """Told what happens, from the thread that plays."""
 
-    def began(self, cell: Cell, job: Job, standing: Standing) -> None: ...
+    def began(self, cell: Cell, job: Job, standing: CellProgress) -> None: ...
 
-    def progressed(self, cell: Cell, standing: Standing) -> None: ...
+    def progressed(self, cell: Cell, standing: CellProgress) -> None: ...
 
-    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None: ...
+    def ended(self, cell: Cell, how: Ended, standing: CellProgress, seconds: float) -> None: ...
 
     def waited(self) -> None:
         """Every POLL_S: time to draw."""
@@ -64,7 +64,7 @@ class StudyObserver(Protocol):
     def stopping(self, running: int) -> None: ...
 
 
-class Stop(Protocol):
+class StopCounter(Protocol):
     """How often a stop was asked for."""
 
     requests: int
@@ -86,7 +86,7 @@ class _Playing:
 
 
 def play_cells(
-    plan: StudyPlan, todo: Sequence[Cell], *, pvg: Sequence[str], observer: StudyObserver, stop: Stop
+    plan: StudyPlan, todo: Sequence[Cell], *, pvg: Sequence[str], observer: StudyObserver, stop: StopCounter
 ) -> bool:
     """Play every cell of `todo` to its end; whether all was done (false: it was stopped).
 
@@ -141,7 +141,7 @@ def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
     return ["train", str(folder.settings(cell)), *how, "--json"]
 
 
-def evaluate_command(cell: Cell, evaluate: Evaluate) -> list[str]:
+def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
     """`pvg evaluate` for a cell whose game is complete, with every setting of it: the run's own may be older ones."""
     assert cell.evaluated is not None
     what = ["--parts", ",".join(evaluate.parts)] if evaluate.parts else []
@@ -158,7 +158,7 @@ def _toml(value: object) -> str:
     return orjson.dumps(value).decode()  # numbers, booleans, texts and lists are the same in both
 
 
-def _job_of(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Job:
+def _job_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> Job:
     return "evaluate" if standing(cell, folder, evaluate).status == "played" else "train"
 
 

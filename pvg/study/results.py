@@ -24,10 +24,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pvg.bench.report import cpu_model
 from pvg.errors import MissingRequirementError, PvgError, UsageError
 from pvg.store.atomic import write_output
-from pvg.study.cells import Standing, StudyFolder, standing
-from pvg.study.measures import Measure, RunFacts, Value, read_facts
+from pvg.study.cells import CellProgress, StudyFolder, standing
+from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.statistics import Comparison, Summary, Trend, compare, holm, summarise, trend
+from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
 from pvg.telemetry.core_waits import usable_cores
 from pvg.version import code_version
 
@@ -35,11 +35,11 @@ SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("study.schema.json")
 
 
-class Record(BaseModel):
+class StudyRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ArmRecord(Record):
+class ArmRecord(StudyRecord):
     """`settings` is what the arm sets by itself; `steps` are optimizer steps of one of its games, at most."""
 
     name: str
@@ -48,7 +48,7 @@ class ArmRecord(Record):
     steps: int
 
 
-class CellRecord(Record):
+class CellRecord(StudyRecord):
     """`seconds` are those of the game's phases. A cell that is not complete says why, if it failed."""
 
     arm: str
@@ -62,7 +62,7 @@ class CellRecord(Record):
     seconds: float | None
 
 
-class MeasureRecord(Record):
+class MeasureRecord(StudyRecord):
     name: str
     label: str
     style: str
@@ -71,26 +71,26 @@ class MeasureRecord(Record):
     meaning: str
 
 
-class Result(Record):
+class MeasureResult(StudyRecord):
     """One measure of one arm. `series[seed]` are its values by round; `values[seed]` is the last one, which `summary`
     is of, as `rounds[r]` is of round r. `trend` is None for a measure of the whole run."""
 
     arm: str
     measure: str
-    series: dict[int, list[Value | None]]
-    values: dict[int, Value]
-    summary: Summary
-    rounds: list[Summary]
+    series: dict[int, list[MeasuredValue | None]]
+    values: dict[int, MeasuredValue]
+    summary: SeedSummary
+    rounds: list[SeedSummary]
     trend: Trend | None
 
 
-class ComparisonRecord(Record):
+class ComparisonRecord(StudyRecord):
     arm: str
     measure: str
-    comparison: Comparison
+    comparison: PairedComparison
 
 
-class StudyResults(Record):
+class StudyResults(StudyRecord):
     """A study's results. `family` counts the comparisons that Holm's adjustment is over."""
 
     schema_version: Literal[1] = 1
@@ -110,11 +110,11 @@ class StudyResults(Record):
     arms: list[ArmRecord]
     cells: list[CellRecord]
     measures: list[MeasureRecord]
-    results: list[Result]
+    results: list[MeasureResult]
     comparisons: list[ComparisonRecord]
     family: int
 
-    def result(self, arm: str, measure: str) -> Result:
+    def result(self, arm: str, measure: str) -> MeasureResult:
         return next(found for found in self.results if (found.arm, found.measure) == (arm, measure))
 
     def of_arm(self, arm: str) -> list[CellRecord]:
@@ -193,7 +193,7 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
     )
 
 
-def _cell_record(cell: Cell, now: Standing, seconds: float | None) -> CellRecord:
+def _cell_record(cell: Cell, now: CellProgress, seconds: float | None) -> CellRecord:
     return CellRecord(
         arm=cell.arm,
         seed=cell.seed,
@@ -207,12 +207,14 @@ def _cell_record(cell: Cell, now: Standing, seconds: float | None) -> CellRecord
     )
 
 
-def _result(arm: str, measure: Measure, facts: Mapping[tuple[str, int], RunFacts], seeds: Sequence[int]) -> Result:
+def _result(
+    arm: str, measure: StudyMeasure, facts: Mapping[tuple[str, int], RunFacts], seeds: Sequence[int]
+) -> MeasureResult:
     series = {seed: measure.read(facts[arm, seed]) for seed in seeds if (arm, seed) in facts}
     values = {seed: found[-1] for seed, found in series.items() if found and found[-1] is not None}
     longest = max((len(found) for found in series.values()), default=0)
     rounds = [_known([found[place] for found in series.values() if place < len(found)]) for place in range(longest)]
-    return Result(
+    return MeasureResult(
         arm=arm,
         measure=measure.name,
         series=series,
@@ -223,11 +225,11 @@ def _result(arm: str, measure: Measure, facts: Mapping[tuple[str, int], RunFacts
     )
 
 
-def _known(values: Sequence[Value | None]) -> list[Value]:
+def _known(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
     return [value for value in values if value is not None]
 
 
-def _comparisons(plan: StudyPlan, results: Sequence[Result]) -> list[ComparisonRecord]:
+def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[ComparisonRecord]:
     """Every other arm against the reference, adjusted over all of them."""
     if plan.reference is None:
         return []

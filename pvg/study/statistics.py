@@ -1,6 +1,6 @@
 """Few seeds, read honestly: intervals of a mean, comparisons paired by seed, trends over rounds. Pure functions.
 
-    summarise([Value(0.71), Value(0.74), Value(0.69)])     # mean, sd, 95 % interval, range
+    summarise([MeasuredValue(0.71), MeasuredValue(0.74), MeasuredValue(0.69)])     # mean, sd, 95 % interval, range
     compare(reference, arm)                                # values by seed: difference, signs, exact p
     holm([0.0625, 0.5, 0.125])                             # p values of one family, adjusted
     trend([[...], [...]])                                  # the rounds of each seed: how many rise, Kendall's tau
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.bench.statistics import student_quantile
-from pvg.study.measures import Value, cap_of, capped, numbers
+from pvg.study.measures import MeasuredValue, cap_of, capped, numbers
 
 CONFIDENCE = 0.95
 LEVEL = 0.05
@@ -39,7 +39,7 @@ ALIKE = 1e-9  # relative: two sums this near to each other are the same one, add
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SeedSummary:
     """Values of one measure over seeds. `sd` is the sample's; `low` and `high` are the mean's 95 % interval.
 
     `censored` is the share of censored values; with any there is no mean, and `median` is None where it lies among
@@ -58,7 +58,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedComparison:
     """An arm against the reference, paired by seed: differences are arm - reference.
 
     `n` counts pairs, of which `up` are higher in the arm, `down` lower, `equal` neither. `difference` is the mean one,
@@ -100,20 +100,20 @@ class Trend:
 # --- one arm -----------------------------------------------------------------------------------------------------
 
 
-def summarise(values: Sequence[Value]) -> Summary:
+def summarise(values: Sequence[MeasuredValue]) -> SeedSummary:
     """Of no values: n = 0 and nothing else."""
     n = len(values)
     if not n:
-        return Summary(0, None, None, None, None, None, None, None, 0.0)
+        return SeedSummary(0, None, None, None, None, None, None, None, 0.0)
     known = sorted(value.number for value in values if not value.censored)
     censored = (n - len(known)) / n
     minimum = known[0] if known else None
     if censored:
-        return Summary(n, None, None, None, None, _median(known, n), minimum, None, censored)
+        return SeedSummary(n, None, None, None, None, _median(known, n), minimum, None, censored)
     mean = statistics.fmean(known)
     low, high = interval(known)
     sd = statistics.stdev(known) if n > 1 else None
-    return Summary(n, mean, sd, low, high, statistics.median(known), minimum, known[-1], 0.0)
+    return SeedSummary(n, mean, sd, low, high, statistics.median(known), minimum, known[-1], 0.0)
 
 
 def _median(known: Sequence[float], n: int) -> float | None:
@@ -137,7 +137,7 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 # --- two arms ----------------------------------------------------------------------------------------------------
 
 
-def compare(reference: Mapping[int, Value], arm: Mapping[int, Value]) -> Comparison:
+def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredValue]) -> PairedComparison:
     """Values by seed; seeds that only one side has are left out."""
     seeds = sorted(reference.keys() & arm.keys())
     before, after = [reference[seed] for seed in seeds], [arm[seed] for seed in seeds]
@@ -150,14 +150,14 @@ def compare(reference: Mapping[int, Value], arm: Mapping[int, Value]) -> Compari
     least = least_p(n) if n else None
     if cap is not None:
         p = sign_flip_p(signed_ranks(differences)) if n else None
-        return Comparison(difference=None, low=None, high=None, test="signed ranks", p=p, least_p=least, **counts)
+        return PairedComparison(difference=None, low=None, high=None, test="signed ranks", p=p, least_p=least, **counts)
     low, high = interval(differences)
     mean = statistics.fmean(differences) if n else None
     p = sign_flip_p(differences) if n else None
-    return Comparison(difference=mean, low=low, high=high, test="differences", p=p, least_p=least, **counts)
+    return PairedComparison(difference=mean, low=low, high=high, test="differences", p=p, least_p=least, **counts)
 
 
-def _alike(difference: float, values: Sequence[Value]) -> bool:
+def _alike(difference: float, values: Sequence[MeasuredValue]) -> bool:
     return abs(difference) <= ALIKE * max(abs(value.number) for value in values)
 
 
@@ -219,7 +219,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # --- rounds ------------------------------------------------------------------------------------------------------
 
 
-def trend(series: Sequence[Sequence[Value]]) -> Trend:
+def trend(series: Sequence[Sequence[MeasuredValue]]) -> Trend:
     """`series[s]` are the values of one seed in the order of its rounds; seeds with fewer than two are left out."""
     long_enough = [values for values in series if len(values) > 1]
     changes = [_change(values) for values in long_enough]
@@ -243,7 +243,7 @@ def trend(series: Sequence[Sequence[Value]]) -> Trend:
     )
 
 
-def _change(values: Sequence[Value]) -> float:
+def _change(values: Sequence[MeasuredValue]) -> float:
     """Last - first as far as it is known: two that are not known to differ are the same."""
     first, last = capped([values[0], values[-1]], cap_of([values[0], values[-1]]))
     return 0.0 if _alike(last - first, values) else last - first

@@ -9,7 +9,7 @@ from typing import cast
 
 from pvg.reporting.figures import ABSENT, Style, styled
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
-from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, Comparison, Summary, Trend, least_p, seeds_needed
+from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
 
 
 def value_text(measure: MeasureRecord, value: float | None) -> str:
@@ -27,14 +27,14 @@ def change_text(measure: MeasureRecord, value: float | None) -> str:
     return f"{'+' if value >= 0 else '-'}{value_text(measure, abs(value))}"
 
 
-def middle_text(measure: MeasureRecord, summary: Summary) -> str:
+def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     """The mean; with censored values the median, which may lie among them."""
     if not summary.censored:
         return value_text(measure, summary.mean)
     return f"median {value_text(measure, summary.median)}" if summary.median is not None else "median not found"
 
 
-def spread_text(measure: MeasureRecord, summary: Summary) -> str:
+def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     """The 95 % interval of the mean, or what there is in its place."""
     if summary.n == 0:
         return "no value"
@@ -45,7 +45,7 @@ def spread_text(measure: MeasureRecord, summary: Summary) -> str:
     return ABSENT
 
 
-def range_text(measure: MeasureRecord, summary: Summary) -> str:
+def range_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     if summary.n == 0:
         return ABSENT
     low = "not found" if summary.minimum is None else value_text(measure, summary.minimum)
@@ -61,7 +61,7 @@ def _from_to(low: str, high: str) -> str:
     return f"{low} to {high}"
 
 
-def rounds_text(measure: MeasureRecord, rounds: Sequence[Summary]) -> str:
+def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
     """The middle of every round, as long as they fit."""
     if len(rounds) < 2:
         return ""
@@ -88,7 +88,7 @@ def p_text(p: float | None) -> str:
     return f"{p:.3f}" if p >= 0.001 else f"{p:.1g}"
 
 
-def comparison_cells(measure: MeasureRecord, found: Comparison) -> list[str]:
+def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[str]:
     """Difference, interval, signs, p, adjusted p."""
     if not found.n:
         return [ABSENT] * 5

@@ -163,14 +163,14 @@ def _draw(key: str, below: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class ModchainSolution:
     """A well-formed solution: steps (first operand, second operand, stated sum) and the final answer."""
 
     steps: tuple[tuple[int, int, int], ...]
     answer: int
 
 
-def parse_solution(text: str, modulus: int) -> Solution | str:
+def parse_solution(text: str, modulus: int) -> ModchainSolution | str:
     """The solution that `text` is, or what is malformed in it."""
     steps: list[tuple[int, int, int]] = []
     position = 0
@@ -189,10 +189,10 @@ def parse_solution(text: str, modulus: int) -> Solution | str:
         return "final answer out of range"
     if not steps:
         return "no steps"
-    return Solution(tuple(steps), int(final[1]))
+    return ModchainSolution(tuple(steps), int(final[1]))
 
 
-def first_flaw(solution: Solution, operands: Sequence[int], modulus: int) -> str:
+def first_flaw(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> str:
     """The first flaw of a well-formed solution in a few words, "" for none.
 
     A flawed second operand is *swapped* when it occurs in the problem, and *wrong* (invented) when it does not; where
@@ -214,7 +214,7 @@ def first_flaw(solution: Solution, operands: Sequence[int], modulus: int) -> str
     return "" if solution.answer == running else "wrong final answer"
 
 
-def first_wrong_step(solution: Solution, operands: Sequence[int], modulus: int) -> int | None:
+def first_wrong_step(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> int | None:
     """The place of the first flaw of a well-formed solution among its steps and its answer, None for no flaw."""
     running, expected = operands[0], operands[1:]
     for index, (first, second, total) in enumerate(solution.steps):

@@ -41,14 +41,14 @@ class LocatesFlaws(Protocol):
 
 
 @runtime_checkable
-class Batching(Protocol):
+class GradesInBatches(Protocol):
     """A task that grades many completions faster than one after the other."""
 
     def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]: ...
 
 
 @runtime_checkable
-class Concealing(Protocol):
+class ConcealsText(Protocol):
     """A task whose completions hold what a verifier must not read."""
 
     def shown(self, completion: str) -> str:
@@ -57,7 +57,7 @@ class Concealing(Protocol):
 
 
 @runtime_checkable
-class Comparing(Protocol):
+class ComparesPrograms(Protocol):
     """A task whose solutions are programs, which can be compared (pvg.tasks.code.similarity)."""
 
     def solution(self, completion: str) -> str:
@@ -66,7 +66,7 @@ class Comparing(Protocol):
 
 
 @runtime_checkable
-class Stepwise(Protocol):
+class SplitsSteps(Protocol):
     """A task that knows the steps of a solution better than its lines tell (see pvg.game.challenge)."""
 
     def steps(self, completion: str) -> list[tuple[int, int]]:

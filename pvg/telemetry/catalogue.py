@@ -563,6 +563,36 @@ def unknown_metrics(names: Iterable[str]) -> list[str]:
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
+# Unit of the catalogue -> (how a name may end with it already, Prometheus's suffix). Base units, as Prometheus asks.
+PROMETHEUS_SUFFIXES = {
+    "share": ("", "_ratio"),
+    "s": ("_s", "_seconds"),
+    "bytes": ("_bytes", "_bytes"),
+    "W": ("_w", "_watts"),
+    "nats": ("", "_nats"),
+    "cores": ("", "_cores"),
+    "rows": ("", "_rows"),
+    "versions": ("", "_versions"),
+    "tokens": ("_tokens", "_tokens"),
+    "tokens/s": ("_per_s", "_per_second"),
+    "pairs/s": ("_per_s", "_per_second"),
+}
+TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
+PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
+
+
+def exposed_name(name: str) -> str:
+    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
+    place, _, short = name.partition("/")
+    if place in TIMES:
+        return f"pvg_{place}_seconds"
+    entry = metric(name)
+    ending, suffix = PROMETHEUS_SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
+    short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
+    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
+    return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
+
+
 INTRODUCTION = """# Metrics
 
 <!-- Written by `python -m pvg.telemetry.catalogue` from pvg/telemetry/catalogue.py; a test holds the two equal. -->
@@ -587,8 +617,6 @@ is none, or where two players pull in opposite directions.
 
 def page() -> str:
     """docs/metrics.md."""
-    from pvg.telemetry.prometheus import exposed_name
-
     sections: list[tuple[str, tuple[str, ...], str]] = [
         ("Sampling", SAMPLE, "`pvg rollout` (init), the solver and the mint: before any verifier."),
         ("Training the verifier", VERIFIER, "The calibration's figures come once, at the end of the phase."),

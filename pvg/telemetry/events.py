@@ -18,7 +18,7 @@ class Events(Protocol):
     def event(self, tag: str, **fields: object) -> None: ...
 
 
-class Unheard:
+class SilentEvents:
     """Keeps no events."""
 
     def event(self, tag: str, **fields: object) -> None: ...

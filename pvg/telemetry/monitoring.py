@@ -30,8 +30,8 @@ from pvg.telemetry.sinks import (
     ExamplesPoint,
     MetricPoint,
     MetricSink,
-    Opening,
     SinkBoard,
+    SinkContext,
     open_sinks,
 )
 
@@ -69,7 +69,7 @@ class Monitoring:
         self._record, self._log, self._notice = record, log, notice
         self._announce, self._alert = announce, alert
         self._name = name
-        self._opening = Opening(run_directory, name, config, first_step > 0, notice)
+        self._opening = SinkContext(run_directory, name, config, first_step > 0, notice)
         self._place = (0, "init")  # round and phase of the newest step
         self._steps = first_step
         self._stepped = time.monotonic()  # when the newest step ended

@@ -25,28 +25,10 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
-from pvg.telemetry.catalogue import metric
+from pvg.telemetry.catalogue import PLACES_OF_THEIR_OWN, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
-# Unit of the catalogue -> (how a name may end with it already, Prometheus's suffix). Base units, as Prometheus asks.
-SUFFIXES = {
-    "share": ("", "_ratio"),
-    "s": ("_s", "_seconds"),
-    "bytes": ("_bytes", "_bytes"),
-    "W": ("_w", "_watts"),
-    "nats": ("", "_nats"),
-    "cores": ("", "_cores"),
-    "rows": ("", "_rows"),
-    "versions": ("", "_versions"),
-    "tokens": ("_tokens", "_tokens"),
-    "tokens/s": ("_per_s", "_per_second"),
-    "pairs/s": ("_per_s", "_per_second"),
-}
-TIMES = ("budget", "busy")  # seconds by part; the phase and the part are labels
-PLACES_OF_THEIR_OWN = ("round", "device", "loop")  # they stand in the name; a phase is a label
-
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
-
 
 CONNECTIONS = 16  # at once; a scrape takes one
 LIMIT_S = 10.0  # for a whole request and its answer; Prometheus itself gives up after 10 s
@@ -185,18 +167,6 @@ class MetricsEndpoint(MetricSink):
             gauge = self._gauges[name] = Gauge(name, meaning, tuple(labels), registry=self._registry)
         (gauge.labels(**labels) if labels else gauge).set(value)
         return name, tuple(labels.values())
-
-
-def exposed_name(name: str) -> str:
-    """`train_prover/latency_p50_s` -> `pvg_latency_p50_seconds`; the phase, part or GPU becomes a label."""
-    place, _, short = name.partition("/")
-    if place in TIMES:
-        return f"pvg_{place}_seconds"
-    entry = metric(name)
-    ending, suffix = SUFFIXES.get(entry.unit if entry is not None else "", ("", ""))
-    short = re.sub(r"^gpu(\d+|\{i\})_", "gpu_", short)
-    own_place = f"{place}_" if place in PLACES_OF_THEIR_OWN else ""
-    return re.sub(r"\W", "_", f"pvg_{own_place}{short.removesuffix(ending)}{suffix}")
 
 
 def _labels(place: str, short: str, point: MetricPoint) -> dict[str, str]:

@@ -92,7 +92,7 @@ class MetricSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class SinkContext:
     """What a sink is opened for: the run's own folder, its name and configuration, whether an earlier process has
     played a part of it, and where a sentence for the user goes."""
 
@@ -110,7 +110,7 @@ class TensorBoardSink(MetricSink):
     full disk into the display and may block whoever writes after it.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: SinkContext) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -147,7 +147,7 @@ class WandbSink(MetricSink):
     the user's word.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: SinkContext) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -193,7 +193,7 @@ class WandbSink(MetricSink):
 class TrackioSink(MetricSink):
     """A run in trackio's store on this machine (TRACKIO_DIR moves it), which a resumed run continues."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: SinkContext) -> None:
         try:
             import trackio
         except ImportError as error:
@@ -269,14 +269,14 @@ class AlertCommand(MetricSink):
 
 
 # Name in `telemetry.sinks` -> what opens it. Opening raises MissingRequirementError when its package is not installed.
-SINKS: dict[str, Callable[[Opening], MetricSink]] = {
+SINKS: dict[str, Callable[[SinkContext], MetricSink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "trackio": TrackioSink,
 }
 
 
-def open_sinks(names: Sequence[str], opening: Opening) -> dict[str, MetricSink]:
+def open_sinks(names: Sequence[str], opening: SinkContext) -> dict[str, MetricSink]:
     """Open them all, or none: those opened before one that fails are closed again."""
     opened: dict[str, MetricSink] = {}
     try:

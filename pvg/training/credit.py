@@ -28,7 +28,7 @@ EPSILON = 1e-6  # added to a standard deviation before dividing by it; GRPO's pu
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class RewardGroups:
     """Rewards with the group each row belongs to: `group_N` in 0..G-1, `counts_G` rows per group. What credit is
     assigned from: a group's rows share a problem and a role."""
 
@@ -63,7 +63,7 @@ class Groups:
         return found_G
 
 
-Credit = Callable[[Groups], Float64]  # rewards in groups -> advantages float64 [N]
+Credit = Callable[[RewardGroups], Float64]  # rewards in groups -> advantages float64 [N]
 
 
 def advantages(
@@ -147,25 +147,25 @@ def soft_overlong_rewards(completion_lengths_N: NDArray[Any], max_tokens: int, b
     return (-np.clip(over_N / buffer, 0.0, 1.0)).astype(np.float32)
 
 
-def normalised(groups: Groups) -> Float64:
+def normalised(groups: RewardGroups) -> Float64:
     """(R - mean) / (std + 1e-6)."""
     normalised_N: Float64 = groups.centred() / (groups.deviations() + EPSILON)
     return normalised_N
 
 
-def centred(groups: Groups) -> Float64:
+def centred(groups: RewardGroups) -> Float64:
     """R - mean."""
     return groups.centred()
 
 
-def leave_one_out(groups: Groups) -> Float64:
+def leave_one_out(groups: RewardGroups) -> Float64:
     """R - mean of the others = (R - mean) n / (n - 1); 0 in a group of one, which has no others to learn from."""
     counts_N = groups.counts_G[groups.group_N]
     left_out_N: Float64 = groups.centred() * counts_N / np.maximum(counts_N - 1, 1)
     return left_out_N
 
 
-def whitened(groups: Groups) -> Float64:
+def whitened(groups: RewardGroups) -> Float64:
     """R - mean of the group, divided by the deviation of these over the whole batch (+ 1e-6).
 
     Their mean over the batch, and over each role of it, is 0 already. The scale is one for both roles: what is shared
@@ -189,7 +189,7 @@ CREDIT: dict[str, Credit] = {
 }
 
 
-def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> Groups:
+def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> RewardGroups:
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     if not rewards_N.shape == np.shape(group_ids_N) == np.shape(role_ids_N) or rewards_N.ndim != 1:
         raise ValueError(
@@ -206,4 +206,4 @@ def _grouped(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDA
     roles, role_N = np.unique(role_ids_N, return_inverse=True)
     keys_N = np.asarray(group_ids_N, dtype=np.int64) * len(roles) + role_N
     _, group_N, counts_G = np.unique(keys_N, return_inverse=True, return_counts=True)
-    return Groups(rewards_N, group_N, counts_G)
+    return RewardGroups(rewards_N, group_N, counts_G)

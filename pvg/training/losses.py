@@ -34,8 +34,8 @@ from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import Credit, normalised
 from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches, recompute_logprobs
-from pvg.training.memory import MicroBatchMemory, Size
-from pvg.training.penalties import Control, k3, kl_penalty
+from pvg.training.memory import MicroBatchMemory, MicroBatchSize
+from pvg.training.penalties import PenaltyControl, k3, kl_penalty
 
 Kind = Literal["none", "truncated", "masked"]
 Level = Literal["token", "sequence", "geometric"]
@@ -118,7 +118,7 @@ BYTES_PER_MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenBatch:
     """What an objective sees of B rows; everything is 0 outside the completion (`mask_BL`).
 
     `log_ratios_BL` = log pi less that of the policy that is clipped around, in nats; `low` and `high` are the clip's.
@@ -133,40 +133,40 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ObjectiveTerms:
     """The objective (to be maximised) of each token, and whether the clip took its gradient away."""
 
     objective_BL: Tensor
     clipped_BL: Tensor
 
 
-def clipped_ratio(tokens: Tokens) -> Terms:
+def clipped_ratio(tokens: TokenBatch) -> ObjectiveTerms:
     """min(r A, clip(r) A), r the token's ratio (PPO)."""
     return _clipped(tokens.log_ratios_BL.exp(), tokens)
 
 
-def clipped_sequence_ratio(tokens: Tokens) -> Terms:
+def clipped_sequence_ratio(tokens: TokenBatch) -> ObjectiveTerms:
     """min(s A, clip(s) A) on every token, s = exp(mean_t log r_t) the sequence's ratio (GSPO)."""
     return _clipped(geometric_ratio(tokens.log_ratios_BL, tokens.mask_BL), tokens)
 
 
-def capped_weight(tokens: Tokens) -> Terms:
+def capped_weight(tokens: TokenBatch) -> ObjectiveTerms:
     """stopgrad(min(r, 1 + high)) A log pi (CISPO): the gradient is capped, never cut off; `low` is not used."""
     ratios_BL = tokens.log_ratios_BL.detach().exp()
     weights_BL = ratios_BL.clamp(max=1.0 + tokens.high)
-    return Terms(weights_BL * tokens.advantages_B1 * tokens.logprobs_BL, ratios_BL > 1.0 + tokens.high)
+    return ObjectiveTerms(weights_BL * tokens.advantages_B1 * tokens.logprobs_BL, ratios_BL > 1.0 + tokens.high)
 
 
-def reinforce(tokens: Tokens) -> Terms:
+def reinforce(tokens: TokenBatch) -> ObjectiveTerms:
     """A log pi: no ratio, no clip, for on-policy batches."""
-    return Terms(tokens.advantages_B1 * tokens.logprobs_BL, torch.zeros_like(tokens.mask_BL))
+    return ObjectiveTerms(tokens.advantages_B1 * tokens.logprobs_BL, torch.zeros_like(tokens.mask_BL))
 
 
-def _clipped(ratios_BL: Tensor, tokens: Tokens) -> Terms:
+def _clipped(ratios_BL: Tensor, tokens: TokenBatch) -> ObjectiveTerms:
     advantages_B1 = tokens.advantages_B1
     free_BL = ratios_BL * advantages_B1
     held_BL = ratios_BL.clamp(1.0 - tokens.low, 1.0 + tokens.high) * advantages_B1
-    return Terms(torch.minimum(free_BL, held_BL), held_BL < free_BL)
+    return ObjectiveTerms(torch.minimum(free_BL, held_BL), held_BL < free_BL)
 
 
 # --- aggregation: lengths of completions, the length limit -> row weights -------------------------------------------
@@ -205,7 +205,7 @@ class PolicyLoss:
     `ratio`: what importance weights are made of, where training.importance_level says nothing else; `credit`: how
     rewards become advantages, None: as pvg.training.credit has it under the loss's name."""
 
-    objective: Callable[[Tokens], Terms]
+    objective: Callable[[TokenBatch], ObjectiveTerms]
     aggregation: Callable[[Float64, int], Float64]
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -257,7 +257,7 @@ class PolicyObjective:
             )
         self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
         self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
-        self._control = Control(section)
+        self._control = PenaltyControl(section)
         level = section.importance_level
         self._ratio = self._loss.ratio if level is None else RATIOS[level]
         # What is left unset is decoupled PPO's, which asks about stale rows alone.
@@ -365,8 +365,8 @@ class PolicyObjective:
         parts = forward_batches(batch, rows, forward, most, balanced=self.memory is not None)
         return [batch.select(part) for part in parts]
 
-    def _size(self, micro_batch: PolicyBatch) -> Size:
-        return Size(int(micro_batch.lengths_N.max()), batch_positions(micro_batch, self._forward))
+    def _size(self, micro_batch: PolicyBatch) -> MicroBatchSize:
+        return MicroBatchSize(int(micro_batch.lengths_N.max()), batch_positions(micro_batch, self._forward))
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""
@@ -382,7 +382,9 @@ class PolicyObjective:
         proximal_BL, moved_BL = self._start(batch, logprobs_BL.detach(), sampled_BL, mask_BL)
         log_ratios_BL = logprobs_BL - proximal_BL
         advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
-        terms = self._loss.objective(Tokens(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high))
+        terms = self._loss.objective(
+            TokenBatch(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high)
+        )
         cost_BL = -terms.objective_BL
         bounds = (self._importance, self._section.importance_low, self._section.importance_high)
         if moved_BL is not None:
@@ -429,7 +431,7 @@ def _metrics(
     log_ratios_BL: Tensor,
     reference_BL: Tensor | None,
     mask_BL: Tensor,
-    terms: Terms,
+    terms: ObjectiveTerms,
 ) -> Metrics:
     """loss (sum), and over the completion tokens: entropy (the estimate -mean log pi), ratio_mean and ratio_max (raw,
     before any clip), clipped (share whose gradient the clip changed), kl (mean of k3; only with a reference),

@@ -35,14 +35,14 @@ BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class MicroBatchSize:
     """Of a micro-batch: its longest row, in tokens, and its positions, padding included, which a budget counts."""
 
     longest: int
     positions: int
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Of one micro-batch: `bytes_taken` is known when both contexts were left."""
 
     bytes_taken: int
@@ -52,7 +52,7 @@ class Meter(Protocol):
     def backward(self) -> AbstractContextManager[object]: ...
 
 
-class Unmeasured:
+class UnmeasuredMemory:
     bytes_taken = 0
 
     def forward(self) -> AbstractContextManager[object]:
@@ -134,7 +134,9 @@ class MicroBatchMemory(Generic[BatchT]):
     Invariant: a budget follows from `state` and the batch alone.
     """
 
-    def __init__(self, limit_bytes: int, most_tokens: int, logits_chunk: int, size: Callable[[BatchT], Size]) -> None:
+    def __init__(
+        self, limit_bytes: int, most_tokens: int, logits_chunk: int, size: Callable[[BatchT], MicroBatchSize]
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.size = size
         self._most_tokens = most_tokens
@@ -171,14 +173,14 @@ class MicroBatchMemory(Generic[BatchT]):
         within = int(self.limit_bytes // figure) if figure else longest
         return min(self._most_tokens, max(longest, within))
 
-    def meter(self, micro_batch: BatchT, module: nn.Module, device: torch.device) -> Meter:
+    def meter(self, micro_batch: BatchT, module: nn.Module, device: torch.device) -> MemoryMeter:
         if device.type == "cuda":
             return AllocatorPeak(module, device)
         vocabulary = cast(Any, module).get_output_embeddings().weight.shape[0]
         logits = min(self._logits_chunk, self.size(micro_batch).positions * vocabulary)
         return SavedTensors(module, LOGITS_COPIES * FLOAT32_BYTES * logits)
 
-    def learn(self, taken: Sequence[tuple[Size, int]]) -> float:
+    def learn(self, taken: Sequence[tuple[MicroBatchSize, int]]) -> float:
         """Learn from the size of each micro-batch of a step and the bytes it took; returns the bytes per position.
 
         Micro-batches below half of the largest do not count: what does not depend on their size weighs too much.

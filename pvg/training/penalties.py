@@ -60,7 +60,7 @@ PENALTIES: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k3_k2": _k3_k
 
 # Coefficients that follow a measure from step to step: of the KL penalty, and of the entropy bonus.
 #
-#     control = Control(section)
+#     control = PenaltyControl(section)
 #     loss = ... + control.kl * penalty - control.bonus * entropy
 #     control.observe(metrics)                     # after the step: what the next one has
 #
@@ -94,7 +94,7 @@ def acting_entropy(coefficient: float, entropy: float | None, target: float | No
     return coefficient
 
 
-class Control:
+class PenaltyControl:
     """`kl` and `bonus` of the step that is next. Without targets they stay as they are configured.
 
     The entropy that a step is measured by is the one of the step before: its coefficient must be known before its first

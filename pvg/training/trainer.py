@@ -25,11 +25,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.models.shared_prompts import same_attention
-from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import span, submit_in
 from pvg.training.batch import BatchSource
-from pvg.training.memory import Meter, MicroBatchMemory, Size, Unmeasured
+from pvg.training.memory import MemoryMeter, MicroBatchMemory, MicroBatchSize, UnmeasuredMemory
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
@@ -66,7 +66,7 @@ class Objective(Protocol[BatchT]):
 
 
 @runtime_checkable
-class Surveying(Protocol[BatchT]):
+class SurveysBatch(Protocol[BatchT]):
     """An objective whose micro-batches' weights depend on what the module says of the whole batch: it looks at all of
     them before the pass with a gradient, without one, and hands them back weighted. It has a state, as JSON data."""
 
@@ -78,7 +78,7 @@ class Surveying(Protocol[BatchT]):
 
 
 @runtime_checkable
-class Adapting(Protocol):
+class AdaptsCoefficients(Protocol):
     """An objective whose coefficients may follow what the steps measure. Its state is JSON data, {} while none does."""
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]: ...
@@ -131,7 +131,7 @@ class Trainer(Generic[BatchT]):
         self._waits_for = waits_for
         self._section = section
         self._memory = memory
-        self._events = events or Unheard()
+        self._events = events or SilentEvents()
         self._told_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
@@ -176,7 +176,7 @@ class Trainer(Generic[BatchT]):
                     self._probe(micro_batches, self._memory)
                 with span("pack"):
                     micro_batches = self._objective.split(prepared)
-            if isinstance(self._objective, Surveying):
+            if isinstance(self._objective, SurveysBatch):
                 with span("survey", device=True), autocast(self._precision, self._device):
                     micro_batches, surveyed = self._objective.survey(self.module, micro_batches)
                 found = surveyed.result()
@@ -185,7 +185,7 @@ class Trainer(Generic[BatchT]):
             with span("optimizer", device=True):
                 # A batch without any signal (dapo drops such groups) moves nothing: not even old momentum may act.
                 metrics |= self._update() if micro_batches else {"skipped": 1.0}
-            if isinstance(self._objective, Adapting):
+            if isinstance(self._objective, AdaptsCoefficients):
                 metrics |= self._objective.adapt(metrics)
         except torch.OutOfMemoryError:
             raise MissingRequirementError(
@@ -206,7 +206,7 @@ class Trainer(Generic[BatchT]):
         memory.learn([(memory.size(hardest), meter.bytes_taken)])
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _pass(self, micro_batch: BatchT, meter: Meter) -> tuple[Tensor, Metrics]:
+    def _pass(self, micro_batch: BatchT, meter: MemoryMeter) -> tuple[Tensor, Metrics]:
         """The micro-batch's loss and metrics; its gradient is added to the others'."""
         with autocast(self._precision, self._device), meter.forward():
             loss, found = self._objective(self.module, micro_batch)
@@ -216,9 +216,9 @@ class Trainer(Generic[BatchT]):
 
     def _accumulate(self, micro_batches: list[BatchT]) -> dict[str, float]:
         metrics, losses = Metrics(), []
-        memory, taken = self._memory, list[tuple[Size, int]]()
+        memory, taken = self._memory, list[tuple[MicroBatchSize, int]]()
         for micro_batch in micro_batches:
-            meter = Unmeasured() if memory is None else memory.meter(micro_batch, self.module, self._device)
+            meter = UnmeasuredMemory() if memory is None else memory.meter(micro_batch, self.module, self._device)
             loss, found = self._pass(micro_batch, meter)
             losses.append(loss)
             metrics.merge(found)
@@ -232,7 +232,7 @@ class Trainer(Generic[BatchT]):
         learned = {} if memory is None or not taken else self._learn(memory, taken)
         return metrics.result() | learned
 
-    def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[Size, int]]) -> dict[str, float]:
+    def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[MicroBatchSize, int]]) -> dict[str, float]:
         longest = max(size.longest for size, _ in taken)
         if not memory.fits(longest) and not self._told_of_memory:
             self._told_of_memory = True
@@ -275,9 +275,9 @@ class Trainer(Generic[BatchT]):
         meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
         if self._memory is not None:
             meta["memory"] = self._memory.state()
-        if isinstance(self._objective, Adapting) and (adapted := self._objective.state()):
+        if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
-        if isinstance(self._objective, Surveying):
+        if isinstance(self._objective, SurveysBatch):
             meta["objective"] = self._objective.state()
         return copies, meta
 
@@ -298,9 +298,9 @@ class Trainer(Generic[BatchT]):
         self._steps = int(meta["step"])
         if self._memory is not None:
             self._memory.load_state(meta.get("memory", {}))
-        if isinstance(self._objective, Adapting):
+        if isinstance(self._objective, AdaptsCoefficients):
             self._objective.load_state(meta.get("adapted", {}))
-        if isinstance(self._objective, Surveying):
+        if isinstance(self._objective, SurveysBatch):
             self._objective.load_state(meta["objective"])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:

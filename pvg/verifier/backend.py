@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.models.padding import Rectangle, batches, rectangle
+from pvg.models.padding import PaddedBatch, batches, rectangle
 from pvg.records import Float32, Int32
 from pvg.telemetry.spans import span, submit_in
 from pvg.verifier.cache import ScoreCache, ScoreKey
-from pvg.verifier.protocol import Judge
+from pvg.verifier.protocol import ScoringModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class ScoreInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ScoredBatch:
     """What a batch gave: float32 [n] scores, when the work on each began (perf_counter), how many seconds all of it
     took, and in how many forward passes, or requests to a server."""
 
@@ -60,7 +60,7 @@ class ScoreBackend(Protocol):
         """The verifier has other weights than before."""
         ...
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         """Begin to compute a batch. The caller waits for it before it submits the next. A Task may be cancelled, and
         ends when nothing uses the model any more."""
         ...
@@ -71,7 +71,7 @@ class TorchBackend:
 
     def __init__(
         self,
-        model: Judge,
+        model: ScoringModel,
         template_key: str,
         references: ScoreCache,
         *,
@@ -90,10 +90,10 @@ class TorchBackend:
     def weights_changed(self) -> None:
         """Nothing to do: the forward passes use the model itself."""
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         return submit_in(self._executor, self._forward, inputs)
 
-    def _forward(self, inputs: Sequence[ScoreInput]) -> Done:
+    def _forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         """In the executor's thread."""
         began = time.perf_counter()
         with torch.inference_mode(), span("score_service", device=True):
@@ -107,9 +107,9 @@ class TorchBackend:
             )
             scores_B = self._model(*packed, self._reference(inputs, packed))
             scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
-        return Done(scores, [began] * len(inputs), time.perf_counter() - began)
+        return ScoredBatch(scores, [began] * len(inputs), time.perf_counter() - began)
 
-    def _reference(self, inputs: Sequence[ScoreInput], packed: Rectangle) -> Tensor | None:
+    def _reference(self, inputs: Sequence[ScoreInput], packed: PaddedBatch) -> Tensor | None:
         """The head's references [B]. Where all rows were seen before, under whatever version, none is computed."""
         if not self._model.needs_reference:
             return None

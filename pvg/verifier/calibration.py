@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.models.ensembles import Scales, VerifierEnsemble
+from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.padding import batches, rectangle
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
@@ -72,7 +72,7 @@ def pair_accuracy(scores_correct: NDArray[Any], scores_incorrect: NDArray[Any]) 
 # Why scores need one, says pvg.models.ensembles. A member whose scores are all alike keeps its slope; it only moves.
 
 
-def common_scales(scores_KN: NDArray[np.floating]) -> Scales:
+def common_scales(scores_KN: NDArray[np.floating]) -> ScoreScales:
     """The scales of K members by their scores of N held-out solutions (N at least 1). Members that are equal get
     exactly slope 1 and offset 0: the sums are exact (fsum), and a median of equal values is that value."""
     centres_K = np.array([math.fsum(scores_N) / len(scores_N) for scores_N in scores_KN.astype(np.float64)])
@@ -81,7 +81,7 @@ def common_scales(scores_KN: NDArray[np.floating]) -> Scales:
     told_K = spreads_K > 0
     common = float(np.median(spreads_K[told_K])) if told_K.any() else 1.0
     slopes_K = np.where(told_K, common / np.where(told_K, spreads_K, 1.0), 1.0)
-    return Scales(slopes_K, float(np.median(centres_K)) - slopes_K * centres_K)
+    return ScoreScales(slopes_K, float(np.median(centres_K)) - slopes_K * centres_K)
 
 
 def disagreement(scaled_KN: NDArray[np.floating]) -> float:

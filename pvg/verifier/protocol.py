@@ -1,4 +1,4 @@
-"""The `Scorer` protocol: rollouts in, scores out; and `Judge`: what computes the scores behind one in this process."""
+"""The `Scorer` protocol: rollouts in, scores out; and `ScoringModel`: what computes the scores in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scorer(Protocol):
         ...
 
 
-class Judge(Protocol):
+class ScoringModel(Protocol):
     """A verifier as those see it who only ask it for scores: one model (pvg.models.heads.VerifierModel, which explains
     each of these), or several that score as one (pvg.models.ensembles.VerifierEnsemble)."""
 

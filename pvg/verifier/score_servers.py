@@ -20,7 +20,7 @@ from pvg.errors import ConfigurationError, ServerUnavailableError
 from pvg.records import Float32
 from pvg.servers.control import ControlClient, ServerInfo, check_shape
 from pvg.servers.fleet import Fleet, Server, StaleWeights
-from pvg.servers.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
+from pvg.servers.pool import HttpPool, RefusedRequest, ReplyTimeout, ServerFault, pause_before_retry
 from pvg.telemetry.events import Events
 from pvg.verifier.backend import ScoreInput
 from pvg.verifier.served_heads import ServedHead
@@ -32,7 +32,7 @@ REPLY_S = 600.0  # a server that is gone is noticed long before; this is for a s
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ServerScores:
     """float32 values of each input, when the request for each was sent (perf_counter), and how many were sent."""
 
     values: list[Float32]
@@ -93,7 +93,7 @@ class ScoreServers:
         """Raises ServerUnavailableError when that takes longer than `serving.unavailable_s`."""
         await self._acquire(avoid=None)
 
-    async def ask(self, inputs: Sequence[ScoreInput]) -> Answers:
+    async def ask(self, inputs: Sequence[ScoreInput]) -> ServerScores:
         """What the model says of `inputs`. Raises ServerUnavailableError when no server is up for
         `serving.unavailable_s`, or fails a request again and again; ConfigurationError for one that servers refuse."""
         self._check_lengths(inputs)
@@ -115,7 +115,7 @@ class ScoreServers:
                     values[row], began[row] = value, answer.began
             if not again:
                 numbers = range(len(inputs))
-                return Answers([values[n] for n in numbers], [began[n] for n in numbers], requests)
+                return ServerScores([values[n] for n in numbers], [began[n] for n in numbers], requests)
             missing = again
             await pause_before_retry(attempt, jitter=0.5)
         raise self.gave_up(f"Servers were replaced {self._section.retries + 1} times while they scored")
@@ -126,7 +126,7 @@ class ScoreServers:
         for attempt in range(1, self._section.retries + 1):
             try:
                 return await self._exchange(server, inputs, label)
-            except Silent:
+            except ReplyTimeout:
                 raise
             except ServerFault:
                 await pause_before_retry(attempt, jitter=0.5)
@@ -138,7 +138,7 @@ class ScoreServers:
         url = server.url + self.head.route
         try:
             reply = await self._pool.request("POST", url, self.head.body(inputs, label), timeout_s=REPLY_S)
-        except Refused as refusal:
+        except RefusedRequest as refusal:
             if refusal.status >= 500:
                 raise
             raise ConfigurationError(

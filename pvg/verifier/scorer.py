@@ -31,9 +31,9 @@ from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import WIDTH, padded_width
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
-from pvg.verifier.backend import Done, ScoreBackend, ScoreInput, TorchBackend
+from pvg.verifier.backend import ScoreBackend, ScoredBatch, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
-from pvg.verifier.protocol import Judge, Scorer
+from pvg.verifier.protocol import Scorer, ScoringModel
 from pvg.verifier.template import VerifierTemplate
 
 
@@ -74,7 +74,7 @@ class VerifierScorer(Scorer):
 
     def __init__(
         self,
-        model: Judge,
+        model: ScoringModel,
         template: VerifierTemplate,
         version: str,
         *,
@@ -100,7 +100,7 @@ class VerifierScorer(Scorer):
         self._under_way: dict[ScoreKey, _Job] = {}
         self._queue: list[_Job] = []
         self._worker: asyncio.Task[None] | None = None
-        self._batch: asyncio.Future[Done] | None = None  # what the worker waits for
+        self._batch: asyncio.Future[ScoredBatch] | None = None  # what the worker waits for
         self._shared = self._forward_passes = 0
         self._queue_s = self._service_s = 0.0
 

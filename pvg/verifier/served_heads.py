@@ -4,7 +4,7 @@
     implicit    /inference/v1/generate     the log-prob of every token that is sent
 
 The bias, beta and the comparison with the reference are added here. Invariant: a reply that lacks a number is
-Malformed, never a part of a score.
+MalformedReply, never a part of a score.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
 from pvg.rollout.vllm.wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.labels import salt
-from pvg.servers.pool import Malformed
+from pvg.servers.pool import MalformedReply
 from pvg.verifier.backend import ScoreInput
 
 CLASSIFY = "/classify"
@@ -33,7 +33,7 @@ SCORE = "score.weight"  # of a *ForSequenceClassification
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServedValues:
     """What a server says of some inputs: float32 values of each, and the label of the weights that gave them, where
     the route tells."""
 
@@ -58,8 +58,8 @@ class ServedHead(Protocol):
         """The request, to a server whose weights have that label."""
         ...
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
-        """Raises Malformed."""
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
+        """Raises MalformedReply."""
         ...
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
@@ -95,20 +95,20 @@ class ServedScalar:
             "cache_salt": salt(label),
         }
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
         rows = found.get("data") if isinstance(found, dict) else None
         if not isinstance(rows, list) or len(rows) != len(inputs):
-            raise Malformed(url, f"not {len(inputs)} scores")
+            raise MalformedReply(url, f"not {len(inputs)} scores")
         values: dict[int, Float32] = {}
         for row in rows:
             try:
                 number, (logit,) = int(row["index"]), row["probs"]
                 values[number] = np.array([float(logit)], dtype=np.float32)
             except (KeyError, TypeError, ValueError) as error:
-                raise Malformed(url, f"a score that cannot be read: {error!r}") from None
+                raise MalformedReply(url, f"a score that cannot be read: {error!r}") from None
         if values.keys() != set(range(len(inputs))):
-            raise Malformed(url, "scores of other inputs than were sent")
-        return Reading([values[number] for number in range(len(inputs))], None)
+            raise MalformedReply(url, "scores of other inputs than were sent")
+        return ServedValues([values[number] for number in range(len(inputs))], None)
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
         assert isinstance(model, ScalarHead)
@@ -137,11 +137,11 @@ class ServedImplicit:
         (entry,) = inputs
         return prompt_scoring(entry.ids, salt=salt(label), model=None)
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Reading:
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
         (entry,) = inputs
         logprobs, label = read_prompt_logprobs(found, entry.ids, url)
         solution = logprobs[entry.prompt_length - 1 :]
-        return Reading([np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label)
+        return ServedValues([np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label)
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
         assert isinstance(model, ImplicitHead)

@@ -33,20 +33,20 @@ from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.models.heads import VerifierModel
 from pvg.models.padding import batches, rectangle
 from pvg.records import Float32
-from pvg.servers.control import ControlClient, Delivery
+from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.fleet import Server
 from pvg.servers.keys import control_key
-from pvg.servers.labels import Label, Session
-from pvg.servers.pool import ConnectionLimits, HttpPool, Refused, ServerFault
+from pvg.servers.labels import PublishingSession, WeightLabel
+from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
 from pvg.servers.transports.files import FilesystemTransport
 from pvg.servers.transports.transport import Transport
 from pvg.servers.transports.versions import VersionFolders, torch_dtype
 from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import span, submit_in
-from pvg.verifier.backend import Done, ScoreInput
+from pvg.verifier.backend import ScoredBatch, ScoreInput
 from pvg.verifier.cache import ScoreCache, ScoreKey
-from pvg.verifier.score_servers import CONCURRENCY, Answers, ScoreServers, together
+from pvg.verifier.score_servers import CONCURRENCY, ScoreServers, ServerScores, together
 from pvg.verifier.served_heads import ServedImplicit, served_head
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class _Version:
 class _Published:
     """The newest version that was sent, and what servers have to say under it of the canary's inputs."""
 
-    label: Label
+    label: WeightLabel
     trace: str
     expected: list[Float32]
 
@@ -90,7 +90,7 @@ class VerifierServing:
         self._serving, self._weights = experiment.serving, experiment.weights
         self._events = events
         self._run = f"{run}-verifier"
-        self._session = Session.begin()
+        self._session = PublishingSession.begin()
         self._version = 0
         self._held: _Version | None = None
         self._holder: Claim | None = None
@@ -191,10 +191,10 @@ class VerifierServing:
         """To all servers that live; those that are away get it when they are back."""
         self._held = None
         self._version += 1
-        label, trace = Label(self._session, self._version), uuid.uuid4().hex[:16]
+        label, trace = WeightLabel(self._session, self._version), uuid.uuid4().hex[:16]
         fleet, started = self.verifiers.fleet, time.perf_counter()
         place = {"trace": trace, "version": self._version, "engines": len(fleet.servers), "of": "verifier"}
-        deliveries: list[Delivery] = []
+        deliveries: list[DeliveryTiming] = []
         self._events.event("weights", event="client.send", **place)
         try:
             async with fleet.updating:
@@ -213,7 +213,7 @@ class VerifierServing:
         self.last_sync = SyncTiming(self._version, wall_ms, rpc_ms, parts, gap if self._canary else None)
 
     async def _deliver(
-        self, model: VerifierModel, version: _Version, label: Label, trace: str, deliveries: list[Delivery]
+        self, model: VerifierModel, version: _Version, label: WeightLabel, trace: str, deliveries: list[DeliveryTiming]
     ) -> float | None:
         """Stage, send and prove; what arrived is added to `deliveries`. Returns the largest gap, None where no server
         is there. Raises WeightsNotArrivedError when those that are there refuse."""
@@ -225,14 +225,14 @@ class VerifierServing:
         servers, arrived = fleet.alive, []
         outcomes = await fleet.deliver(servers, transport, label, trace)
         for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, Delivery):
+            if isinstance(outcome, DeliveryTiming):
                 arrived.append(server)
                 deliveries.append(outcome)
             else:
                 fleet.lose(server, outcome)
         if arrived:
             return await self._proven(self.verifiers, arrived, self._prove)
-        if any(isinstance(outcome, Refused) for outcome in outcomes):
+        if any(isinstance(outcome, RefusedRequest) for outcome in outcomes):
             raise WeightsNotArrivedError(
                 f"No server took version {label.version} of the verifier: {'; '.join(map(str, outcomes))}.",
                 "Look at the server's log, then continue with --resume.",
@@ -252,7 +252,7 @@ class VerifierServing:
         published = self._published
         fleet = self.verifiers.fleet
         (outcome,) = await fleet.deliver([server], self._transport, published.label, published.trace)
-        if not isinstance(outcome, Delivery):
+        if not isinstance(outcome, DeliveryTiming):
             raise outcome
         await self._prove(server)
 
@@ -360,10 +360,10 @@ class VllmBackend:
     def weights_changed(self) -> None:
         self._generation += 1
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         return asyncio.ensure_future(self._compute(inputs))
 
-    async def _compute(self, inputs: Sequence[ScoreInput]) -> Done:
+    async def _compute(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         serving = self._serving
         async with serving.turn:
             generation = self._generation
@@ -375,10 +375,10 @@ class VllmBackend:
             started = time.perf_counter()
             with span("score_service"):
                 found = await together([serving.verifiers.ask(inputs), self._references(inputs)])
-            answers, (references_N, requests) = cast("tuple[Answers, tuple[Float32, int]]", tuple(found))
+            answers, (references_N, requests) = cast("tuple[ServerScores, tuple[Float32, int]]", tuple(found))
             scores_N = serving.head.scores(answers.values, references_N, bias)
             seconds = time.perf_counter() - started
-        return Done(scores_N, answers.began, seconds, answers.requests + requests)
+        return ScoredBatch(scores_N, answers.began, seconds, answers.requests + requests)
 
     async def _references(self, inputs: Sequence[ScoreInput]) -> tuple[Float32, int]:
         """The head's references float32 [N], those that are not known computed now, and how many requests that took."""

@@ -9,7 +9,7 @@ import pytest
 from tiny_workload import TinyWorkload, write_profile
 
 from pvg.bench.profile import load_profile
-from pvg.bench.runner import SampleTaken, Trial, run_trials, run_variant
+from pvg.bench.runner import SampleTaken, VariantTrial, run_trials, run_variant
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +94,11 @@ def test_a_defect_surfaces_and_everything_is_closed(fault: str, kind: type[Excep
 def test_samples_in_turn_go_forth_and_back_and_a_failed_variant_leaves_the_others_alone() -> None:
     log: list[str] = []
     trials = [
-        Trial(lambda: tiny(log), warmup=1, repeats=3, label="a"),
-        Trial(lambda: tiny(log, "workload.kind=stable", "workload.fault=sample"), warmup=1, repeats=3, label="b"),
-        Trial(lambda: tiny(log, "rollout.max_rows=8"), warmup=1, repeats=3, label="c"),
+        VariantTrial(lambda: tiny(log), warmup=1, repeats=3, label="a"),
+        VariantTrial(
+            lambda: tiny(log, "workload.kind=stable", "workload.fault=sample"), warmup=1, repeats=3, label="b"
+        ),
+        VariantTrial(lambda: tiny(log, "rollout.max_rows=8"), warmup=1, repeats=3, label="c"),
     ]
     asyncio.run(run_trials(trials))
     a, b, c = "quicksort/128", "stable/128", "quicksort/8"

@@ -24,7 +24,7 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 
 from pvg.bench import servers  # noqa: E402
 from pvg.bench.profile import load_profile  # noqa: E402
-from pvg.bench.variants import Plan, plan_bench, run_plan  # noqa: E402
+from pvg.bench.variants import BenchPlan, plan_bench, run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
@@ -115,7 +115,7 @@ def test_a_warm_up_is_no_part_of_the_percentiles(tmp_path: Path) -> None:
 def test_the_pool_is_as_large_as_the_streams_or_larger() -> None:
     experiment = load_profile("sync-vllm").experiment
     for pool, streams, connections, concurrency in (("streams", 300, 300, 300), ("spare", 300, None, 350)):
-        own = sync_servers.Settings(streams=streams, pool=pool)  # type: ignore[arg-type]
+        own = sync_servers.ServersSyncSettings(streams=streams, pool=pool)  # type: ignore[arg-type]
         found = sync_servers.with_pool(experiment, own)
         assert (found.serving.connections, found.rollout.concurrency) == (connections, concurrency)
 
@@ -159,7 +159,7 @@ def test_prompts_are_shared_within_a_sample_and_never_between_two(tmp_path: Path
 # --- what is planned -------------------------------------------------------------------------------------------------
 
 
-def planned(profile: str, *overrides: str, **how: Any) -> Plan:
+def planned(profile: str, *overrides: str, **how: Any) -> BenchPlan:
     return plan_bench(profile, overrides, **{"server_urls": [URL], **how})
 
 

@@ -13,7 +13,7 @@ from tiny_workload import PROFILE, TinyWorkload, write_profile
 from pvg.bench.compare import better_by, gains
 from pvg.bench.profile import BenchSettings
 from pvg.bench.report import Samples
-from pvg.bench.variants import Plan, common_work, plan_bench, run_plan
+from pvg.bench.variants import BenchPlan, common_work, plan_bench, run_plan
 from pvg.bench.workload import Workload
 from pvg.config.experiment import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(*overrides: str, log: list[str] | None = None, **options: Any) -> Plan:
+def planned(*overrides: str, log: list[str] | None = None, **options: Any) -> BenchPlan:
     def make(settings: BenchSettings) -> Workload:
         return TinyWorkload(settings, log)
 

@@ -20,7 +20,7 @@ from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
 from pvg.evaluation.opponents import PARTS, attacker_experiment, check_attacks, parse_parts, parse_rounds
 from pvg.evaluation.report import REPORT_FILE, SCHEMA_FILE, notes, notes_of_results, read_report, report_of, schema_text
-from pvg.evaluation.runner import Request, evaluate
+from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.game.ledger import Ledger, check_same_code
 from pvg.game.run import play
@@ -66,7 +66,7 @@ def evaluated(run: RunDirectory, experiment: Experiment, until: str = "", **requ
     stop = asyncio.Event()
     observer = StopIn(stop, until)
     with run.lock():
-        outcome = asyncio.run(evaluate(experiment, run, Request(**request), observer=observer, stop=stop))
+        outcome = asyncio.run(evaluate(experiment, run, EvaluationRequest(**request), observer=observer, stop=stop))
     return outcome, observer
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import pvg
 from pvg.servers.control import ControlClient
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.servers.pool import ConnectionLimits, HttpPool
 
 PACKAGE = Path(pvg.__file__).parent
@@ -172,12 +172,12 @@ class Labels:
     """Labels of one session, counting up."""
 
     def __init__(self) -> None:
-        self.session = Session.begin()
+        self.session = PublishingSession.begin()
         self._version = 0
 
-    def next(self) -> Label:
+    def next(self) -> WeightLabel:
         self._version += 1
-        return Label(self.session, self._version)
+        return WeightLabel(self.session, self._version)
 
 
 def language_model(model: Path, tensors: Mapping[str, Tensor]) -> Any:

@@ -12,7 +12,7 @@ from study_samples import SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import UsageError
 from pvg.study.cells import note_failure
-from pvg.study.measures import EVALUATION, Value
+from pvg.study.measures import EVALUATION, MeasuredValue
 from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
 from pvg.study.results import SCHEMA_FILE, StudyResults, collect, json_schema, read_results, write_results
@@ -42,7 +42,7 @@ def test_means_comparisons_and_trends_come_from_the_runs() -> None:
     src = results.result("src", "helpful_accuracy")
     assert (src.summary.n, src.summary.mean) == (7, pytest.approx(0.63))
     assert [summary.mean for summary in src.rounds] == [pytest.approx(0.43), pytest.approx(0.63)]
-    assert src.series[3] == [Value(pytest.approx(0.43)), Value(pytest.approx(0.63))]
+    assert src.series[3] == [MeasuredValue(pytest.approx(0.43)), MeasuredValue(pytest.approx(0.63))]
     assert src.trend is not None
     assert (src.trend.up, src.trend.tau, src.trend.p) == (7, 1.0, 2 / 128)
     nothing = results.result("src", "fooled_rate")
@@ -168,7 +168,7 @@ def test_figures_read_well() -> None:
     share, _, seconds = results.measures
     assert change_text(share, 0.1234) == "+12.3 pp"
     assert change_text(seconds, -0.5) == "-500 ms"
-    assert rounds_text(share, [summarise([Value(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
+    assert rounds_text(share, [summarise([MeasuredValue(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
     assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 |" in text

@@ -21,8 +21,8 @@ from pvg.telemetry.sinks import (
     ExamplesPoint,
     MetricPoint,
     MetricSink,
-    Opening,
     SinkBoard,
+    SinkContext,
     open_sinks,
 )
 
@@ -32,8 +32,8 @@ def point(step: int, **metrics: float) -> MetricPoint:
     return MetricPoint(1000.0 + step, step, 0, "train_prover", named)
 
 
-def opening(folder: Path, on_notice: Callable[[str], None] = print, *, resumed: bool = False) -> Opening:
-    return Opening(folder, "first", {"seed": 0}, resumed, on_notice)
+def opening(folder: Path, on_notice: Callable[[str], None] = print, *, resumed: bool = False) -> SinkContext:
+    return SinkContext(folder, "first", {"seed": 0}, resumed, on_notice)
 
 
 def board_threads() -> list[threading.Thread]:
@@ -112,9 +112,9 @@ def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path) -> None:
     code = f"""
         import resource
         from pathlib import Path
-        from pvg.telemetry.sinks import MetricPoint, Opening, SinkBoard, open_sinks
+        from pvg.telemetry.sinks import MetricPoint, SinkBoard, SinkContext, open_sinks
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        sinks = open_sinks(["tensorboard"], Opening(Path({str(tmp_path)!r}), "first", {{}}, False, print))
+        sinks = open_sinks(["tensorboard"], SinkContext(Path({str(tmp_path)!r}), "first", {{}}, False, print))
         board = SinkBoard(sinks, print, capacity=10_000)
         for step in range(2000):
             board.write(MetricPoint(0.0, step, 0, "mint", {{"mint/correct": 1.0}}))

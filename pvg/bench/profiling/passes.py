@@ -15,14 +15,14 @@ from typing import Any, Literal
 from pvg.bench.profile import (
     WORKLOAD,
     BenchSettings,
-    Change,
+    SettingChange,
     find_profile,
     parse_overrides,
     read_profile,
     settings_of,
 )
-from pvg.bench.profiling.py_spy import SHOWN_FRAMES, Format, Frame, sampling
-from pvg.bench.report import Budget
+from pvg.bench.profiling.py_spy import SHOWN_FRAMES, CostlyFrame, Format, sampling
+from pvg.bench.report import TimeBudget
 from pvg.bench.runner import total
 from pvg.bench.workload import Workload
 from pvg.config.experiment import nearest
@@ -60,7 +60,7 @@ def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> B
     if ROLLOUTS not in profile.workload or key in {change.key for change in given}:
         return settings
     batch = settings.experiment.arithmetic().rollouts_per_batch
-    return settings_of(profile, str(path), [Change(key, batch, "the experiment's batch"), *given])
+    return settings_of(profile, str(path), [SettingChange(key, batch, "the experiment's batch"), *given])
 
 
 # The passes over a stage's work: each profiler alone, since each slows down what the others would measure.
@@ -77,7 +77,7 @@ SAMPLE_EVERY_S = 0.5  # CPU, memory and GPU beside the spans: a stage takes seco
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class SamplingPass:
     """How long the samples of a pass took, seconds each."""
 
     name: str
@@ -91,7 +91,7 @@ class Pass:
 
 async def spans_pass(
     workload: Workload, steps: int, path: Path, *, stage: str, device_clock: DeviceClock | None
-) -> tuple[Pass, Budget]:
+) -> tuple[SamplingPass, TimeBudget]:
     """Write the timeline; returns the budget over all samples."""
     tracer = Tracer(device_clock=device_clock)
     spans: list[dict[str, Any]] = []
@@ -113,10 +113,12 @@ async def spans_pass(
     finally:
         sampler.stop()
     write_trace(path, trace_events(spans, samples, name=f"pvg profile, {stage}"))
-    return Pass("spans", tuple(budget.wall_s for budget in budgets)), total(budgets)
+    return SamplingPass("spans", tuple(budget.wall_s for budget in budgets)), total(budgets)
 
 
-async def torch_pass(workload: Workload, steps: int, trace: Path, table: Path) -> tuple[Pass, tuple[Frame, ...]]:
+async def torch_pass(
+    workload: Workload, steps: int, trace: Path, table: Path
+) -> tuple[SamplingPass, tuple[CostlyFrame, ...]]:
     """Write the trace and the table of operators; returns the operators that cost most themselves."""
     # Without it only the calling thread's operators are seen, and ours run in an executor's. It has no public name.
     from torch._C._profiler import _ExperimentalConfig
@@ -133,10 +135,10 @@ async def torch_pass(workload: Workload, steps: int, trace: Path, table: Path) -
     finally:
         with without_usdt_lines():
             profiler.stop()
-    return Pass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
+    return SamplingPass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
 
 
-def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[Frame, ...]:
+def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[CostlyFrame, ...]:
     profiler.export_chrome_trace(str(trace))
     averages = profiler.key_averages()
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -162,18 +164,18 @@ def without_usdt_lines() -> Iterator[None]:
             os.close(stderr)
 
 
-def _operators(averages: Any, on_gpu: bool) -> tuple[Frame, ...]:
+def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyFrame, ...]:
     own_us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in averages}
     whole = sum(own_us.values())
     costliest = sorted(own_us.items(), key=lambda item: -item[1])[:SHOWN_FRAMES]
-    return tuple(Frame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
+    return tuple(CostlyFrame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
 
 
-async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> Pass:
+async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> SamplingPass:
     """At least `steps` samples, and at least LEAST_SAMPLED_S seconds. Raises PySpyError."""
     with sampling(py_spy, output, form):
         walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
-    return Pass(f"py-spy, {form}", walls_s)
+    return SamplingPass(f"py-spy, {form}", walls_s)
 
 
 async def _timed(workload: Workload, goes_on: Callable[[int, float], bool]) -> tuple[float, ...]:
@@ -192,6 +194,6 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def slowdowns(passes: Sequence[Pass]) -> dict[str, float]:
+def slowdowns(passes: Sequence[SamplingPass]) -> dict[str, float]:
     """How much longer the fastest sample took in each pass than in the first one: 0.25 is a quarter longer."""
     return {each.name: each.fastest_s / passes[0].fastest_s - 1.0 for each in passes[1:]}

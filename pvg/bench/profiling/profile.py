@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 
 from pvg.bench.profile import BenchSettings
-from pvg.bench.profiling.passes import Pass, Stage, py_spy_pass, slowdowns, spans_pass, torch_pass
-from pvg.bench.profiling.py_spy import Frame, PySpyError, find_py_spy, read_speedscope
-from pvg.bench.report import Budget
+from pvg.bench.profiling.passes import SamplingPass, Stage, py_spy_pass, slowdowns, spans_pass, torch_pass
+from pvg.bench.profiling.py_spy import CostlyFrame, PySpyError, find_py_spy, read_speedscope
+from pvg.bench.report import TimeBudget
 from pvg.bench.variants import on_loop
 from pvg.bench.workloads import WORKLOADS, WorkloadTable
 from pvg.errors import MissingRequirementError, UsageError
@@ -37,7 +37,7 @@ OnPass = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ProfileFile:
     """One file of the folder: what it shows, and how to open it."""
 
     name: str
@@ -46,19 +46,19 @@ class Made:
 
 
 @dataclass(slots=True)
-class Profiled:
+class ProfileResult:
     """What a profile found and where it lies. `frames_from`: "py-spy", or "torch" where py-spy could not be had;
     `missing`: by tool, why it is not there and what mends that."""
 
     folder: Path
     title: str
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[CostlyFrame, ...] = ()
     frames_from: str = ""
     samples: int = 0  # of py-spy, in working threads
     waiting: int = 0  # and in waiting ones, which do not count
-    passes: list[Pass] = field(default_factory=list)
-    budget: Budget | None = None
-    files: list[Made] = field(default_factory=list)
+    passes: list[SamplingPass] = field(default_factory=list)
+    budget: TimeBudget | None = None
+    files: list[ProfileFile] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
@@ -87,14 +87,14 @@ def profile_stage(
     py_spy: bool | None = None,
     on_pass: OnPass = lambda told: None,
     workloads: WorkloadTable = WORKLOADS,
-) -> Profiled:
+) -> ProfileResult:
     """Run the stage's work under each profiler and write everything into the new `folder`.
 
     `py_spy`: True demands it (MissingRequirementError where it cannot be had), None takes it where it is. `on_pass` is
     told what runs next.
     """
     spy = _py_spy(py_spy)  # before anything is loaded: what is missing is said at once
-    made = Profiled(_new(folder), f"{stage} of {settings.experiment.name}, {steps} steps")
+    made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {steps} steps")
     if isinstance(spy, PySpyError):
         made.missing["py-spy"] = str(spy)
         spy = None
@@ -106,7 +106,7 @@ def profile_stage(
     return made
 
 
-def profile_run(run: RunDirectory, folder: Path) -> Profiled:
+def profile_run(run: RunDirectory, folder: Path) -> ProfileResult:
     """The timeline of a run, from its spans and samples. Raises UsageError if it has none, and DamagedFileError if they
     differ from the commit."""
     if not run.spans.is_file():
@@ -116,11 +116,11 @@ def profile_run(run: RunDirectory, folder: Path) -> Profiled:
         run.verify_journal(state, path)
     metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
     spans = [_span(record, run) for record in read_json_lines(run.spans)]  # a damaged file leaves no folder behind
-    made = Profiled(_new(folder), f"the run {run.name}")
+    made = ProfileResult(_new(folder), f"the run {run.name}")
     path = made.folder / "timeline.json.gz"
     count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))
     what = f"The run as it ran: phases, steps, spans by thread, device samples, loop lag, alerts ({count:,} events)."
-    made.files.append(Made(path.name, what, PERFETTO))
+    made.files.append(ProfileFile(path.name, what, PERFETTO))
     _write_index(made)
     return made
 
@@ -162,7 +162,7 @@ def _new(folder: Path) -> Path:
 async def _passes(
     settings: BenchSettings,
     stage: Stage,
-    made: Profiled,
+    made: ProfileResult,
     steps: int,
     spy: Path | None,
     demanded: bool,
@@ -183,15 +183,17 @@ async def _passes(
             workload, steps, timeline, stage=stage, device_clock=_device_clock(settings)
         )
         made.passes.append(timed)
-        made.files.append(Made(timeline.name, "Our own spans by thread and task, with CPU and memory.", PERFETTO))
+        made.files.append(
+            ProfileFile(timeline.name, "Our own spans by thread and task, with CPU and memory.", PERFETTO)
+        )
         on_pass(f"torch profiler, {steps} steps")
         trace, table = folder / "torch.json.gz", folder / "torch-operators.txt"
         timed, made.frames = await torch_pass(workload, steps, trace, table)
         made.frames_from = "torch"
         made.passes.append(timed)
         made.files += [
-            Made(trace.name, "Every torch operator, in every thread.", PERFETTO),
-            Made(table.name, "The same, summed up by operator.", "Any text viewer; it is wide."),
+            ProfileFile(trace.name, "Every torch operator, in every thread.", PERFETTO),
+            ProfileFile(table.name, "The same, summed up by operator.", "Any text viewer; it is wide."),
         ]
         if spy is not None:
             await _sampled(workload, made, steps, spy, demanded, on_pass)
@@ -199,7 +201,7 @@ async def _passes(
         await workload.close()
 
 
-async def _sampled(workload: Any, made: Profiled, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
+async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
     """The two passes of py-spy: it writes one form at a time."""
     stacks, flames = made.folder / "py-spy.speedscope.json", made.folder / "py-spy.svg"
     try:
@@ -216,12 +218,14 @@ async def _sampled(workload: Any, made: Profiled, steps: int, spy: Path, demande
     made.frames, made.frames_from = sampled.frames, "py-spy"
     made.samples, made.waiting = sampled.samples, sampled.waiting
     made.files += [
-        Made(
+        ProfileFile(
             flames.name,
             "Flame graph of our Python stacks: wide is costly.",
             "Any browser; click to zoom, Ctrl-F finds.",
         ),
-        Made(stacks.name, "The stacks by thread, in the order of time.", "Drop it on https://www.speedscope.app."),
+        ProfileFile(
+            stacks.name, "The stacks by thread, in the order of time.", "Drop it on https://www.speedscope.app."
+        ),
     ]
 
 
@@ -232,9 +236,11 @@ def _device_clock(settings: BenchSettings) -> DeviceClock | None:
     return CudaClock() if pick_device(settings.experiment.models.device).type == "cuda" else None
 
 
-def _write_index(made: Profiled) -> None:
+def _write_index(made: ProfileResult) -> None:
     """profile.json and README.txt."""
-    made.files.append(Made("profile.json", "The figures of this profile, as `pvg profile --json` prints them.", ""))
+    made.files.append(
+        ProfileFile("profile.json", "The figures of this profile, as `pvg profile --json` prints them.", "")
+    )
     lines = [f"pvg profile: {made.title}", ""]
     for file in made.files:
         lines += [

@@ -140,7 +140,7 @@ WAITING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CostlyFrame:
     """Where the time went: `own_s` seconds in the function itself, `share` of all that were sampled. `line` is the one
     most of them were spent in; an operator of torch has neither file nor line."""
 
@@ -162,17 +162,17 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class StackSamples:
     """What a speedscope file says: the costliest frames first, how many samples of working threads it rests on, and how
     many more were of waiting ones."""
 
-    frames: tuple[Frame, ...]
+    frames: tuple[CostlyFrame, ...]
     samples: int
     seconds: float
     waiting: int
 
 
-def read_speedscope(path: Path, count: int = SHOWN_FRAMES) -> Sampled:
+def read_speedscope(path: Path, count: int = SHOWN_FRAMES) -> StackSamples:
     """The `count` costliest functions over all threads. Samples of threads that wait for work do not count."""
     document = orjson.loads(path.read_bytes())
     frames = document["shared"]["frames"]
@@ -186,7 +186,7 @@ def read_speedscope(path: Path, count: int = SHOWN_FRAMES) -> Sampled:
         own_s[(frame["name"], frame.get("file") or "")][frame.get("line") or 0] += weight
         samples, seconds = samples + 1, seconds + weight
     costliest = sorted(own_s.items(), key=lambda item: -sum(item[1].values()))[:count]
-    return Sampled(tuple(_frame(*item, seconds) for item in costliest), samples, seconds, waiting)
+    return StackSamples(tuple(_frame(*item, seconds) for item in costliest), samples, seconds, waiting)
 
 
 def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
@@ -201,10 +201,12 @@ def _waits(frame: Mapping[str, Any]) -> bool:
     return any(function == name and file.endswith(f"/{place}") for place, name in WAITING)
 
 
-def _frame(where: tuple[str, str], by_line: Mapping[int, float], seconds: float) -> Frame:
+def _frame(where: tuple[str, str], by_line: Mapping[int, float], seconds: float) -> CostlyFrame:
     name, file = where
     own = sum(by_line.values())
-    return Frame(name, shortened(file), max(by_line, key=by_line.__getitem__), own, own / seconds if seconds else 0.0)
+    return CostlyFrame(
+        name, shortened(file), max(by_line, key=by_line.__getitem__), own, own / seconds if seconds else 0.0
+    )
 
 
 def shortened(file: str) -> str:

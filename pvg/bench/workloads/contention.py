@@ -20,7 +20,7 @@ import orjson
 
 from pvg.bench.busy import busy_processes
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import e2e
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
@@ -32,7 +32,7 @@ BESIDE = (0, 1, 2)  # busy processes
 LONGEST_LINE = 2**20
 
 
-class Settings(Section):
+class ContentionSettings(Section):
     """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: as many as cores,
     or the default of models.threads."""
 
@@ -42,7 +42,7 @@ class Settings(Section):
 
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if models.threads is set too, and for settings that e2e cannot measure."""
-    own, experiment = workload_settings(Settings, settings), settings.experiment
+    own, experiment = workload_settings(ContentionSettings, settings), settings.experiment
     if experiment.models.threads:
         raise ConfigurationError(
             f"models.threads = {experiment.models.threads}, but this workload compares numbers of threads.",
@@ -61,15 +61,15 @@ class ChildFailedError(PvgError):
 class Contention:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "step_s": Measure("s", "lower", "wall time of one optimizer step with no busy process beside it"),
-        "step_1_s": Measure("s", "lower", "the same beside one busy process"),
-        "step_2_s": Measure("s", "lower", "the same beside two busy processes"),
-        "kept_1": Measure("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
-        "kept_2": Measure("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
+    measures: Mapping[str, BenchMetric] = {
+        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step with no busy process beside it"),
+        "step_1_s": BenchMetric("s", "lower", "the same beside one busy process"),
+        "step_2_s": BenchMetric("s", "lower", "the same beside two busy processes"),
+        "kept_1": BenchMetric("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
+        "kept_2": BenchMetric("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings) -> None:
+    def __init__(self, experiment: Experiment, own: ContentionSettings) -> None:
         self._experiment, self._own = experiment, own
         self._process: asyncio.subprocess.Process | None = None
         self._opened: dict[str, Any] = {}

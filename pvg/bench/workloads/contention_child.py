@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from pvg.bench.variants import on_loop
-from pvg.bench.workloads.e2e import EndToEnd, Settings
+from pvg.bench.workloads.e2e import EndToEnd, EndToEndSettings
 from pvg.config.experiment import Experiment, build_experiment
 from pvg.errors import PvgError
 from pvg.models.compute import ComputeExecutor
@@ -29,7 +29,7 @@ from pvg.telemetry.spans import Tracer
 
 async def play(experiment: Experiment, steps: int) -> None:
     """Reading blocks the event loop. That is harmless, because the loop has no work between two samples."""
-    workload, tracer = EndToEnd(experiment, Settings(steps=steps)), Tracer()
+    workload, tracer = EndToEnd(experiment, EndToEndSettings(steps=steps)), Tracer()
     with tracer.drive():
         try:
             await workload.open()

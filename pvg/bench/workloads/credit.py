@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.config.sections import Count, Section
 from pvg.records import Float32
 from pvg.telemetry.spans import span
@@ -37,7 +37,7 @@ Array = NDArray[Any]
 Penalty = Callable[[Tensor, Tensor, int], Tensor]  # scores_M2, environments_M, environments
 
 
-class Settings(Section):
+class CreditSettings(Section):
     """The `[workload]` table: rollouts of a batch and how many a group has (half of them of each role), pairs and their
     environments, turns per sample, and the three ways that are compared."""
 
@@ -52,26 +52,26 @@ class Settings(Section):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _whole_groups(self) -> Settings:
+    def _whole_groups(self) -> CreditSettings:
         if self.rollouts % self.group_size:
             raise ValueError(f"workload.rollouts = {self.rollouts} are no whole groups of {self.group_size}")
         return self
 
 
 def make(settings: BenchSettings) -> Workload:
-    return CreditWork(workload_settings(Settings, settings))
+    return CreditWork(workload_settings(CreditSettings, settings))
 
 
 class CreditWork:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "credit_ms": Measure("ms", "lower", "rewards to advantages, the batch's"),
-        "vrex_ms": Measure("ms", "lower", "V-REx of the batch's pairs, forward and backward to the scores"),
-        "irm_ms": Measure("ms", "lower", "IRMv1 of the batch's pairs, forward and backward to the scores"),
+    measures: Mapping[str, BenchMetric] = {
+        "credit_ms": BenchMetric("ms", "lower", "rewards to advantages, the batch's"),
+        "vrex_ms": BenchMetric("ms", "lower", "V-REx of the batch's pairs, forward and backward to the scores"),
+        "irm_ms": BenchMetric("ms", "lower", "IRMv1 of the batch's pairs, forward and backward to the scores"),
     }
 
-    def __init__(self, own: Settings) -> None:
+    def __init__(self, own: CreditSettings) -> None:
         self._own = own
 
     async def open(self) -> None:

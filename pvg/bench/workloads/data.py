@@ -30,9 +30,9 @@ import psutil
 from pydantic import Field, model_validator
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import data_game
-from pvg.bench.workloads.data_child import Order, memory_of
+from pvg.bench.workloads.data_child import LoadOrder, memory_of
 from pvg.bench.workloads.data_store import StoreShape, check_free_space, write_pairs, write_store
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
@@ -47,7 +47,7 @@ CHILD, GAME_CHILD = "pvg.bench.workloads.data_child", "pvg.bench.workloads.data_
 FEWER = "Ask for fewer pairs (-s 'workload.pairs=[5000,50000]')"
 
 
-class Settings(Section):
+class DataWorkloadSettings(Section):
     pairs: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (5_000, 50_000, 500_000)
     loader: Literal["stream", "eager", "game"] = "stream"
     row_digests: bool = True  # store.row_digests of the stream: rows checked when read, or whole shards when opened
@@ -58,7 +58,7 @@ class Settings(Section):
     tokens: Annotated[int, Field(ge=16)] = 450  # mean of a solution; 1800 characters
 
     @model_validator(mode="after")
-    def _can_work(self) -> Settings:
+    def _can_work(self) -> DataWorkloadSettings:
         if self.solutions % 2:
             raise ValueError(f"workload.solutions is {self.solutions}, but half of them are right: it must be even")
         if list(self.pairs) != sorted(set(self.pairs)):
@@ -67,13 +67,13 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    return DataWorkload(workload_settings(Settings, settings), settings.experiment)
+    return DataWorkload(workload_settings(DataWorkloadSettings, settings), settings.experiment)
 
 
 class DataWorkload:
     """One loader at every size of `settings.pairs`."""
 
-    def __init__(self, settings: Settings, experiment: Experiment) -> None:
+    def __init__(self, settings: DataWorkloadSettings, experiment: Experiment) -> None:
         self._settings = settings
         self._experiment = experiment
         self._seed = experiment.seed
@@ -87,8 +87,8 @@ class DataWorkload:
         self._shards: dict[int, list[ShardInfo]] = {}
         self._bytes: dict[int, int] = {}
         self._memory: dict[str, list[float]] = {}
-        self.measures: Mapping[str, Measure] = {
-            "peak_memory_mb": Measure("MB", "lower", "peak_memory_mb of the size that takes most"),
+        self.measures: Mapping[str, BenchMetric] = {
+            "peak_memory_mb": BenchMetric("MB", "lower", "peak_memory_mb of the size that takes most"),
             **{f"{name}_{label(size)}": measure for size in settings.pairs for name, measure in self._by_size.items()},
         }
 
@@ -178,7 +178,7 @@ class DataWorkload:
             )
             return await play_in_child(run.path)
 
-    def _order(self, size: int) -> Order:
+    def _order(self, size: int) -> LoadOrder:
         return {
             "loader": self._settings.loader,
             "directory": str(self._directory),
@@ -203,20 +203,24 @@ class DataWorkload:
 
 
 # By size: the names get the size behind them, such as pairs_per_s_50k.
-MEASURES: Mapping[str, Measure] = {
-    "first_batch_s": Measure("s", "lower", "opening the data and reading the first batch"),
-    "pairs_per_s": Measure("pairs/s", "higher", "drawing batches after the first, and reading their texts"),
-    "peak_memory_mb": Measure("MB", "lower", "most private memory of the loading process beyond what it began with"),
+MEASURES: Mapping[str, BenchMetric] = {
+    "first_batch_s": BenchMetric("s", "lower", "opening the data and reading the first batch"),
+    "pairs_per_s": BenchMetric("pairs/s", "higher", "drawing batches after the first, and reading their texts"),
+    "peak_memory_mb": BenchMetric(
+        "MB", "lower", "most private memory of the loading process beyond what it began with"
+    ),
 }
 
 
-GAME_MEASURES: Mapping[str, Measure] = {
-    "mint_end_s": Measure("s", "lower", "the statistics of all minted rollouts at the end of the mint, and the commit"),
-    "verifier_phase_s": Measure("s", "lower", "the verifier phase: pairs, training steps, calibration, commit"),
-    "peak_memory_mb": Measure(
+GAME_MEASURES: Mapping[str, BenchMetric] = {
+    "mint_end_s": BenchMetric(
+        "s", "lower", "the statistics of all minted rollouts at the end of the mint, and the commit"
+    ),
+    "verifier_phase_s": BenchMetric("s", "lower", "the verifier phase: pairs, training steps, calibration, commit"),
+    "peak_memory_mb": BenchMetric(
         "MB", "lower", "peak private memory (RssAnon) in these phases, beyond that of the opened session"
     ),
-    "peak_resident_mb": Measure(
+    "peak_resident_mb": BenchMetric(
         "MB",
         "lower",
         "peak resident memory (VmHWM), with the mapped pages of the shards, which the kernel can free",
@@ -235,7 +239,7 @@ def label(size: int) -> str:
 # --- the child process -------------------------------------------------------------------------------------------
 
 
-async def load_in_child(order: Order) -> dict[str, float]:
+async def load_in_child(order: LoadOrder) -> dict[str, float]:
     """Load and draw in a fresh process: seconds, pairs/s, and MB by which its memory grew. Raises as `watched`."""
     started, first, done, private = await watched(CHILD, order, ("first_batch", "draw_pairs"))
     growth = {kind: (done[kind] - started[kind]) / MB for kind in ("resident", "mapped")}

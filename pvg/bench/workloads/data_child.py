@@ -2,8 +2,9 @@
 
     python -m pvg.bench.workloads.data_child < order.json
 
-Reads one JSON object (see `Order`) from standard input and writes one JSON object per line: `started` once everything
-is imported, `first_batch` when the first pairs have been read, `done` after the last batch. Nothing is unpickled.
+Reads one JSON object (see `LoadOrder`) from standard input and writes one JSON object per line: `started` once
+everything is imported, `first_batch` when the first pairs have been read, `done` after the last batch. Nothing is
+unpickled.
 
 Two loaders: "stream" is the product's (rows drawn from memory-mapped shards), "eager" is what it replaces (all pairs as
 text in one JSONL file, parsed into a list before the first batch).
@@ -33,7 +34,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 TextPair = tuple[str, str, str]  # question, correct solution, incorrect solution
 
 
-class Order(TypedDict):
+class LoadOrder(TypedDict):
     """What to load (`shards` for the stream, relative to `directory`; `jsonl` for the eager loader), and how much to
     draw."""
 
@@ -46,7 +47,7 @@ class Order(TypedDict):
     seed: int
 
 
-class Loader(Protocol):
+class PairLoader(Protocol):
     def batch(self, step: int, size: int) -> Sequence[TextPair]: ...
 
 
@@ -76,7 +77,7 @@ class EagerLoader:
         return [self._pairs[number] for number in self._order_M[places].tolist()]
 
 
-def open_loader(order: Order) -> Loader:
+def open_loader(order: LoadOrder) -> PairLoader:
     if order["loader"] == "eager":
         return EagerLoader(Path(order["jsonl"]), order["seed"])
     return StreamLoader(Path(order["directory"]), order["shards"], order["seed"])
@@ -93,7 +94,7 @@ def memory_of(process: int | str = "self") -> dict[str, int]:
     return {name: int(text.split()[0]) * 1024 for name, text in fields.items() if text.endswith(" kB")}
 
 
-def load_and_draw(order: Order) -> None:
+def load_and_draw(order: LoadOrder) -> None:
     """Load, draw, and tell how long both took. `characters` were read in all: the same for the same order."""
     size = order["batch_pairs"]
     started = time.perf_counter()
@@ -124,6 +125,6 @@ def say(event: str, **fields: float) -> None:
 
 
 if __name__ == "__main__":
-    given: Order = json.load(sys.stdin)
+    given: LoadOrder = json.load(sys.stdin)
     say("started")
     load_and_draw(given)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
 from pvg.errors import ConfigurationError
@@ -39,7 +39,7 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout
-from pvg.rollout import Setting, open_engine
+from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -61,14 +61,14 @@ TOLD = (
 )
 
 
-class Settings(Section):
+class EndToEndSettings(Section):
     """The `[workload]` table: optimizer steps per sample."""
 
     steps: Count = 1
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(EndToEndSettings, settings)
     check(settings.experiment, own.steps)
     return EndToEnd(settings.experiment, own, settings.executor)
 
@@ -128,14 +128,18 @@ class StepWatcher(SilentObserver):
 class EndToEnd:
     """See the module. One sample is `steps` optimizer steps from the start."""
 
-    measures: Mapping[str, Measure] = {
-        "step_s": Measure("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
-        "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
-        "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of whole steps"),
-        "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"),
+    measures: Mapping[str, BenchMetric] = {
+        "step_s": BenchMetric(
+            "s", "lower", "wall time of one optimizer step, from its prompts to its published weights"
+        ),
+        "steps_per_hour": BenchMetric("steps/h", "higher", "optimizer steps per hour"),
+        "tokens_per_s": BenchMetric("tokens/s", "higher", "completion tokens per second of whole steps"),
+        "rollouts_per_s": BenchMetric(
+            "rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"
+        ),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: EndToEndSettings, executor: Executor | None = None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the newest sample's
@@ -220,7 +224,7 @@ def open_bench_session(
     folder: Path,
     stack: AsyncExitStack,
     executor: Executor | None,
-    opener: Callable[[Setting], Engine] = open_engine,
+    opener: Callable[[EngineSetup], Engine] = open_engine,
 ) -> BenchSession:
     """As pvg.game.run.open_session, but for the tracer: whoever takes the samples drives one already. The session's own
     divides nobody's time."""

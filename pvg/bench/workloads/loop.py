@@ -39,16 +39,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.data_store import check_free_space
 from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
 from pvg.bench.workloads.loop_engine import (
+    CallingThreadExecutor,
     JsonLedger,
-    OnTheLoop,
     RecordedEngine,
-    RecordedJudge,
     RecordedScores,
-    Stretching,
+    RecordedScoringModel,
+    RolloutStretch,
     recorded,
 )
 from pvg.config.experiment import Experiment
@@ -77,20 +77,22 @@ BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # of what is written, rounded up: a
 BYTES_PER_EXPERT = {"arrow": 1, "json": 6}
 THRESHOLD = 0.0
 
-MEASURES: dict[str, Measure] = {
-    "lag_p50_ms": Measure("ms", "lower", "how late the loop was for a tick of the monitor: median"),
-    "lag_p99_ms": Measure("ms", "lower", "the same: 99th percentile"),
-    "lag_max_ms": Measure("ms", "lower", "the same: the longest stall"),
-    "rollouts_per_s": Measure(
+MEASURES: dict[str, BenchMetric] = {
+    "lag_p50_ms": BenchMetric("ms", "lower", "how late the loop was for a tick of the monitor: median"),
+    "lag_p99_ms": BenchMetric("ms", "lower", "the same: 99th percentile"),
+    "lag_max_ms": BenchMetric("ms", "lower", "the same: the longest stall"),
+    "rollouts_per_s": BenchMetric(
         "rollouts/s", "higher", "rollouts received, graded, rewarded, recorded and committed per second"
     ),
-    "batch_s": Measure("s", "lower", "from the last graded rollout to the batch: scoring, rewards, credit, records"),
-    "write_s": Measure("s", "lower", "encoding the rollouts' records and committing them"),
-    "bytes_written_mb": Measure("MB", "lower", "the records on the disk"),
+    "batch_s": BenchMetric(
+        "s", "lower", "from the last graded rollout to the batch: scoring, rewards, credit, records"
+    ),
+    "write_s": BenchMetric("s", "lower", "encoding the rollouts' records and committing them"),
+    "bytes_written_mb": BenchMetric("MB", "lower", "the records on the disk"),
 }
 
 
-class Settings(Section):
+class LoopSettings(Section):
     """The `[workload]` table. A rollout has about `tokens` tokens, `expert_layers` x `experts_per_token` expert numbers
     for each of them, and arrives in chunks of `chunk`, within `seconds`. `retokenize`: the verifier has another
     vocabulary, so solutions are tokenized again."""
@@ -110,7 +112,7 @@ class Settings(Section):
 
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError for rollouts that are no whole groups."""
-    own, profile = workload_settings(Settings, settings), settings.profile
+    own, profile = workload_settings(LoopSettings, settings), settings.profile
     check_work(settings.experiment, None, own.rollouts)
     return LoopWorkload(settings.experiment, own, profile.warmup + profile.repeats, settings.executor)
 
@@ -146,14 +148,14 @@ class LoopWorkload:
     """`samples`: how many will be taken; all that they write is kept until the workload is closed."""
 
     def __init__(
-        self, experiment: Experiment, settings: Settings, samples: int, executor: Executor | None = None
+        self, experiment: Experiment, settings: LoopSettings, samples: int, executor: Executor | None = None
     ) -> None:
         self._experiment = _of_one_batch(experiment, settings.rollouts)
         self._executor = executor
         self._settings = settings
         self._samples = samples
         self._stalls: list[Stalls] = []
-        self.measures: Mapping[str, Measure] = MEASURES
+        self.measures: Mapping[str, BenchMetric] = MEASURES
 
     async def open(self) -> None:
         """Record the completions with the experiment's own prover. Raises MissingRequirementError for a disk without
@@ -170,7 +172,9 @@ class LoopWorkload:
             stack.push_async_callback(players.close)
             self._run = RunDirectory.create(folder, "loop", experiment)
             kind = JsonLedger if settings.encoding == "json" else Ledger
-            self._ledger = kind(self._run, experiment, "bench", OnTheLoop() if settings.commit == "loop" else None)
+            self._ledger = kind(
+                self._run, experiment, "bench", CallingThreadExecutor() if settings.commit == "loop" else None
+            )
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
             asked = asked_in(experiment, players.base.tokenizer)
@@ -181,7 +185,7 @@ class LoopWorkload:
             await self._record()
             if settings.batch == "loop":
                 players.batching.shutdown()
-                players.batching = OnTheLoop()
+                players.batching = CallingThreadExecutor()
             # As the game does it (pvg.game.players): the collector would go through a million objects of torch again
             # and again, 0.2 s each time.
             gc.collect()
@@ -196,7 +200,7 @@ class LoopWorkload:
         self._orders: list[GroupOrder] = orders.batch(0)
         groups = await orders.sample(self._orders, 0)
         await players.engine.close()
-        how = Stretching(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
+        how = RolloutStretch(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
         rollouts = [one for group in groups for one in group.rollouts]
         payloads = {one.id: recorded(one, i, how, tokenizer) for i, one in enumerate(rollouts)}
         self._tokens = sum(len(payload.token_ids) for payload in payloads.values())
@@ -256,7 +260,7 @@ class LoopWorkload:
         """A fresh source for each sample: the same batch, with an empty score cache."""
         session, players = self._session, self._session.players
         tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
-        judge = RecordedJudge(tokenizer, context)
+        judge = RecordedScoringModel(tokenizer, context)
         scorer = VerifierScorer(
             judge,
             players.template(judge),

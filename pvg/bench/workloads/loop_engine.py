@@ -28,7 +28,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.store.atomic import write_atomic
-from pvg.verifier.backend import Done, ScoreInput
+from pvg.verifier.backend import ScoredBatch, ScoreInput
 from pvg.verifier.cache import ScoreCache
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RecordedEngine(StandInEngine):
         )
 
 
-class RecordedJudge:
+class RecordedScoringModel:
     """A verifier for contexts of up to `max_length` tokens. `RecordedScores` gives its scores; it has no model."""
 
     needs_reference = False
@@ -127,15 +127,15 @@ class RecordedScores:
 
     def weights_changed(self) -> None: ...
 
-    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[Done]:
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         numbers = np.array([int.from_bytes(entry.digest[:4], "little") for entry in inputs])
-        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        done.set_result(Done((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
+        done: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
+        done.set_result(ScoredBatch((numbers / 2**31 - 1).astype(np.float32), [time.perf_counter()] * len(inputs), 0.0))
         return done
 
 
 @dataclass(frozen=True, slots=True)
-class Stretching:
+class RolloutStretch:
     """How recorded rollouts are stretched: to about `tokens` tokens, arriving within half to all of `seconds`, with
     `layers` x `k` experts for each token."""
 
@@ -145,7 +145,7 @@ class Stretching:
     k: int = 0
 
 
-def recorded(rollout: Rollout, number: int, how: Stretching, tokenizer: Tokenizer) -> Payload:
+def recorded(rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer) -> Payload:
     """A rollout stretched (by less than a step too few); `number` decides how long it takes and which experts."""
     ids, logprobs = rollout.completion_ids, rollout.logprobs
     step = first_step(ids, tokenizer)
@@ -176,7 +176,7 @@ def first_step(ids: Int32, tokenizer: Tokenizer) -> int:
 # own.
 
 
-class OnTheLoop(Executor):
+class CallingThreadExecutor(Executor):
     """Runs each call at once in the calling thread: on the event loop."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.bench.workloads.pipeline_child import LONGEST_LINE
 from pvg.config.experiment import Experiment
@@ -34,7 +34,7 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Rollout, Timing, VersionSpan
-from pvg.rollout import Setting
+from pvg.rollout import EngineSetup
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
@@ -190,7 +190,7 @@ class ChildEngine(Engine):
 FREE_BATCHES = 4  # completions beyond those of the steps: what is sampled ahead, and instead of what was dropped
 
 
-class Settings(Section):
+class PipelinedStepsSettings(Section):
     """The `[workload]` table. `sigma` is the standard deviation of a latency's logarithm, `longest` the most of it in
     medians; `engine_share` the engine's time per batch at full load, as a multiple of the useful work of a step;
     `calibration` the number of synchronous steps that measure this work."""
@@ -211,7 +211,7 @@ def make(settings: BenchSettings) -> Workload:
             "The pipeline workload measures steps of one batch each, and as many as it says.",
             "Set training.minibatches = 1 and game.stop = 'steps'.",
         )
-    return PipelinedSteps(experiment, workload_settings(Settings, settings), settings.executor)
+    return PipelinedSteps(experiment, workload_settings(PipelinedStepsSettings, settings), settings.executor)
 
 
 @dataclass
@@ -231,7 +231,7 @@ class StepClock(SilentObserver):
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class MeasuredSteps:
     """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of training that
     recomputed log-probs, and their metrics. All training is in one thread, so these seconds do not overlap."""
 
@@ -244,17 +244,17 @@ class Play:
 class PipelinedSteps:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "trainer_idle": Measure("1", "lower", "1 - useful work / wall time"),
-        "step_s": Measure("s", "lower", "mean time of a step"),
-        "steps_per_hour": Measure("steps/h", "higher", "optimizer steps per hour"),
-        "useful_step_s": Measure("s", "lower", "useful work of a step: its training, played synchronously"),
+    measures: Mapping[str, BenchMetric] = {
+        "trainer_idle": BenchMetric("1", "lower", "1 - useful work / wall time"),
+        "step_s": BenchMetric("s", "lower", "mean time of a step"),
+        "steps_per_hour": BenchMetric("steps/h", "higher", "optimizer steps per hour"),
+        "useful_step_s": BenchMetric("s", "lower", "useful work of a step: its training, played synchronously"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None) -> None:
+    def __init__(self, experiment: Experiment, own: PipelinedStepsSettings, executor: Executor | None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._plays: list[Play] = []  # of all samples
+        self._plays: list[MeasuredSteps] = []  # of all samples
         self._useful_s: list[float] = []  # a step's useful work, by sample
 
     async def open(self) -> None:
@@ -330,7 +330,7 @@ class PipelinedSteps:
             "useful_step_s": useful_s,
         }
 
-    async def _play(self, session: BenchSession, steps: int, skip: int) -> Play:
+    async def _play(self, session: BenchSession, steps: int, skip: int) -> MeasuredSteps:
         """A fresh phase; its steps after the first `skip` are measured."""
         clock = session.observer = StepClock()
         with span("reset"):
@@ -339,7 +339,7 @@ class PipelinedSteps:
             phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
             phase.version = session.players.engine.version
         await phase.play()
-        return Play(
+        return MeasuredSteps(
             clock.ends[-1] - clock.ends[skip - 1],
             [_seconds(step) for step in clock.spans[skip:]],
             _seconds(found for step in clock.spans[skip:] for found in step if found.name == "recompute"),
@@ -387,7 +387,7 @@ def _synchronous(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"rollout": rollout})
 
 
-def _open_child(setting: Setting) -> ChildEngine:
+def _open_child(setting: EngineSetup) -> ChildEngine:
     return ChildEngine(setting.experiment.rollout.concurrency)
 
 

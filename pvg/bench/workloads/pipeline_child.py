@@ -33,7 +33,7 @@ LONGEST_LINE = 2**28
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingRequest:
     key: str
     began: float
     seconds: float
@@ -41,11 +41,11 @@ class Asked:
     timer: asyncio.TimerHandle | None = field(default=None)
 
 
-class Child:
+class EngineChild:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._completions: dict[str, tuple[list[int], list[float], str]] = {}
-        self._running: dict[str, Asked] = {}
+        self._running: dict[str, PendingRequest] = {}
         self._version = 0
         self._pace, self._sigma, self._longest, self._draw = 0.0, 0.0, 1, 0
 
@@ -70,7 +70,7 @@ class Child:
     def _ask(self, key: str, id_: str) -> None:
         now = time.perf_counter()
         seconds = self._pace * drawn_time(f"{self._draw}/{key}", self._sigma, self._longest)
-        asked = self._running[id_] = Asked(key, now, seconds, [(now, self._version)])
+        asked = self._running[id_] = PendingRequest(key, now, seconds, [(now, self._version)])
         asked.timer = asyncio.get_running_loop().call_later(seconds, self._answer, id_)
 
     def _answer(self, id_: str) -> None:
@@ -106,7 +106,7 @@ async def serve() -> None:
     reader = asyncio.StreamReader(limit=LONGEST_LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
-    child = Child(asyncio.StreamWriter(transport, protocol, None, loop))
+    child = EngineChild(asyncio.StreamWriter(transport, protocol, None, loop))
     while line := await reader.readline():
         child.take(orjson.loads(line))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts, recorded_orders
 from pvg.bench.workloads.replay import recorded_batches, train_seconds
 from pvg.config.sections import Count, Section
@@ -31,7 +31,7 @@ from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import generator_for, seed_for
 from pvg.models.language_model import LanguageModel
 from pvg.records import Group
-from pvg.rollout.decoding import Decoded, Job, Rows, Turn
+from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
@@ -40,7 +40,7 @@ from pvg.telemetry.spans import span
 
 
 class GenerateRows:
-    """`Rows` by `generate`, one batch at a time. All jobs must have the same sampling."""
+    """`RunningRows` by `generate`, one batch at a time. All jobs must have the same sampling."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -51,7 +51,7 @@ class GenerateRows:
         return False
 
     @torch.inference_mode()
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Rows whose callers have left are decoded on: `generate` does not ask."""
         del dropped_N
         sampling = jobs[0].request.sampling
@@ -62,9 +62,9 @@ class GenerateRows:
         results = [_cut(row, sampling) for row in tokens_NC]
         lengths = [len(result.token_ids) for result in results]
         finished = [(job.ticket, result) for job, result in zip(jobs, results, strict=True)]
-        return Turn(finished, max(lengths), sum(lengths))
+        return TurnResult(finished, max(lengths), sum(lengths))
 
-    def _generated(self, jobs: Sequence[Job], sampling: Sampling) -> NDArray[np.int64]:
+    def _generated(self, jobs: Sequence[DecodingJob], sampling: Sampling) -> NDArray[np.int64]:
         prompts, module = [job.request.prompt_ids for job in jobs], self._model.module
         longest = max(map(len, prompts))
         ids_NP = np.zeros((len(jobs), longest), dtype=np.int64)
@@ -90,7 +90,7 @@ class GenerateRows:
 class GenerateEngine(TorchEngine):
     """The torch engine with `generate` inside."""
 
-    def _open_rows(self) -> Rows:
+    def _open_rows(self) -> RunningRows:
         return GenerateRows(self._model)
 
 
@@ -107,12 +107,12 @@ def open_generate_engine(players: Players) -> GenerateEngine:
     )
 
 
-def _cut(tokens_C: NDArray[np.int64], sampling: Sampling) -> Decoded:
+def _cut(tokens_C: NDArray[np.int64], sampling: Sampling) -> DecodedRow:
     """Up to the first stop token; log-probs that nobody computed are NaN."""
     stops = np.flatnonzero(np.isin(tokens_C, sampling.stop_ids))
     length = int(stops[0]) + 1 if stops.size else len(tokens_C)
     logprobs = np.full(length, np.nan, dtype=np.float32)
-    return Decoded(tokens_C[:length].astype(np.int32), logprobs, "stop" if stops.size else "length")
+    return DecodedRow(tokens_C[:length].astype(np.int32), logprobs, "stop" if stops.size else "length")
 
 
 # Engine and dispatcher alone: groups of fixed prompts, sampled and graded, by the base prover.
@@ -143,23 +143,27 @@ def _cut(tokens_C: NDArray[np.int64], sampling: Sampling) -> Decoded:
 FIRST_PLAIN = 3  # ids below are often those of special tokens
 
 MEASURES = {
-    "tokens_per_s": Measure("tokens/s", "higher", "completion tokens per second of sampling"),
-    "prompt_tokens_per_s": Measure("tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"),
-    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts per second, the trainer's sleep included"),
-    "latency_p50_s": Measure("s", "lower", "a rollout's time in the engine, queued and served: median"),
-    "latency_p90_s": Measure("s", "lower", "the same: 90th percentile"),
-    "latency_p99_s": Measure("s", "lower", "the same: 99th percentile"),
-    "group_straggle_s": Measure("s", "lower", "from a group's first finished rollout to its last: mean over groups"),
-    "engine_batch": Measure("rows", "higher", "unfinished rows of a decoding step, mean over the steps"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher", "completion tokens per second of sampling"),
+    "prompt_tokens_per_s": BenchMetric(
+        "tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"
+    ),
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts per second, the trainer's sleep included"),
+    "latency_p50_s": BenchMetric("s", "lower", "a rollout's time in the engine, queued and served: median"),
+    "latency_p90_s": BenchMetric("s", "lower", "the same: 90th percentile"),
+    "latency_p99_s": BenchMetric("s", "lower", "the same: 99th percentile"),
+    "group_straggle_s": BenchMetric(
+        "s", "lower", "from a group's first finished rollout to its last: mean over groups"
+    ),
+    "engine_batch": BenchMetric("rows", "higher", "unfinished rows of a decoding step, mean over the steps"),
 }
 ON_SERVERS = {
-    "engine_batch": Measure("rows", "higher", "requests in flight, mean over the time of sampling"),
-    "prefix_share": Measure("1", "higher", "share of the prompt tokens that came from a prefix cache"),
+    "engine_batch": BenchMetric("rows", "higher", "requests in flight, mean over the time of sampling"),
+    "prefix_share": BenchMetric("1", "higher", "share of the prompt tokens that came from a prefix cache"),
 }
-IDLE = {"trainer_idle": Measure("1", "lower", "share of the wall time in which the trainer would have waited")}
+IDLE = {"trainer_idle": BenchMetric("1", "lower", "share of the wall time in which the trainer would have waited")}
 
 
-class Settings(Section):
+class RolloutWorkloadSettings(Section):
     """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts; `batches`, for a replay, is
     how many of the run's batches a sample goes through (at most, evenly spread over the run). `fixed_length`: every
     completion has rollout.max_tokens tokens; `uneven_length`: each a number of its own from 1 to that. `engine`: who
@@ -175,7 +179,7 @@ class Settings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class OrderBatch:
     """Orders sampled together, and the seconds that a trainer works on the result. `place` seeds its requests."""
 
     orders: Sequence[GroupOrder]
@@ -184,7 +188,7 @@ class Batch:
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(RolloutWorkloadSettings, settings)
     check_work(settings.experiment, settings.replay, own.rollouts)
     if own.engine == "transformers" and settings.experiment.rollout.engine != "torch":
         raise ConfigurationError(
@@ -197,14 +201,14 @@ def make(settings: BenchSettings) -> Workload:
 class RolloutWorkload:
     """See the module. One sample is one call of the dispatcher, or with a replay one per recorded batch."""
 
-    def __init__(self, settings: BenchSettings, own: Settings) -> None:
+    def __init__(self, settings: BenchSettings, own: RolloutWorkloadSettings) -> None:
         self._experiment, self._replay, self._own = settings.experiment, settings.replay, own
         self._executor = settings.executor
         self._on_servers = settings.experiment.rollout.engine == "vllm"
-        self.measures: Mapping[str, Measure] = (
+        self.measures: Mapping[str, BenchMetric] = (
             MEASURES | (ON_SERVERS if self._on_servers else {}) | (IDLE if settings.replay else {})
         )
-        self._counted = Counts()
+        self._counted = SampleCounts()
 
     async def open(self) -> None:
         task = open_task(self._experiment.task)
@@ -225,21 +229,21 @@ class RolloutWorkload:
             self._batches = recorded or [self._fixed()]
             stack.pop_all()  # opened: from here on `close` frees it
 
-    def _fixed(self) -> Batch:
+    def _fixed(self) -> OrderBatch:
         players, own = self._players, self._own
         render = prompt_renderer(self._experiment.rollout.prompts, players.base.tokenizer)
         orders = fixed_orders(self._experiment, players.task, render, own.rollouts, own.seed)
         if own.prompt_tokens is not None:
             orders = with_random_prompts(orders, own.prompt_tokens, players.base.tokenizer.vocab_size, own.seed)
-        return Batch(orders, 0.0, "fixed")
+        return OrderBatch(orders, 0.0, "fixed")
 
-    def _recorded(self, task: Task) -> list[Batch]:
+    def _recorded(self, task: Task) -> list[OrderBatch]:
         """Empty without a replay."""
         if self._replay is None:
             return []
         batches = recorded_batches(self._replay, self._own.batches)
         seconds = train_seconds(self._replay, batches)
-        return [Batch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
+        return [OrderBatch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
 
     def work(self) -> dict[str, Any]:
         orders = [order for batch in self._batches for order in batch.orders]
@@ -285,10 +289,10 @@ class RolloutWorkload:
                 slept_s += time.perf_counter() - slept
         wall_s = time.perf_counter() - started
         stats = self._engine.stats.since(before)
-        self._counted = Counts.of(groups, stats)
+        self._counted = SampleCounts.of(groups, stats)
         return self._measured(groups, stats, wall_s, slept_s)
 
-    async def _sampled(self, batch: Batch) -> list[Group]:
+    async def _sampled(self, batch: OrderBatch) -> list[Group]:
         return await self._dispatcher.sample(
             batch.orders,
             round_=0,
@@ -364,7 +368,7 @@ def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: i
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class SampleCounts:
     """What one sample came to."""
 
     rollouts: int = 0
@@ -374,7 +378,7 @@ class Counts:
     prefix_share: float = 0.0
 
     @classmethod
-    def of(cls, groups: Sequence[Group], stats: EngineStats) -> Counts:
+    def of(cls, groups: Sequence[Group], stats: EngineStats) -> SampleCounts:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return cls(
             rollouts=len(rollouts),

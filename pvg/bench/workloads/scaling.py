@@ -29,8 +29,8 @@ import torch
 
 from pvg.bench.flops import ModelSize
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.statistics import Contrast, contrast_of_medians
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.statistics import MedianContrast, contrast_of_medians
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import e2e
 from pvg.bench.workloads.fixtures import HEAD, random_llama
 from pvg.bench.workloads.rollout import dispatcher
@@ -81,7 +81,7 @@ class PeakMemory:
 # How a cost grows: the exponent p of cost = c x^p, fitted to samples taken at several sizes x.
 #
 #     grown = upper_range([64, 128, 256, 512, 1024])          # [256, 512, 1024]
-#     exponent_of(grown, samples)                             # Contrast(value=1.02, low=0.98, high=1.06)
+#     exponent_of(grown, samples)                             # MedianContrast(value=1.02, low=0.98, high=1.06)
 #
 # p is the slope of a least-squares line through the logs of the medians. Small sizes mostly cost what any size costs,
 # so the fit is to the upper part of the range. The interval knows the spread of the samples, not how well a power law
@@ -96,7 +96,7 @@ def upper_range(sizes: Sequence[float]) -> list[float]:
     return sorted(size for size in sizes if size >= middle * (1 - 1e-9))
 
 
-def exponent_of(sizes: Sequence[float], samples: Sequence[Sequence[float]]) -> Contrast:
+def exponent_of(sizes: Sequence[float], samples: Sequence[Sequence[float]]) -> MedianContrast:
     """p, with its interval at 95 %; `samples[i]` were taken at `sizes[i]`. A single exact value per size (a count of
     work) has an infinite interval: its value is all there is.
 
@@ -147,15 +147,15 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 REST = "rest"
 COMPUTED = ("prefill", "decode", "score", "reference", "forward_backward")  # their work is counted in operations
 
-MEASURES: Mapping[str, Measure] = {
-    "step_s": Measure("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
-    **{f"{part}_s": Measure("s", "lower", f"of it: {', '.join(spans)}") for part, spans in PARTS.items()},
-    f"{REST}_s": Measure("s", "lower", "of it: everything else"),
-    "peak_memory_mb": Measure("MB", "lower", "most resident memory of the process during the step"),
+MEASURES: Mapping[str, BenchMetric] = {
+    "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, from its prompts to its published weights"),
+    **{f"{part}_s": BenchMetric("s", "lower", f"of it: {', '.join(spans)}") for part, spans in PARTS.items()},
+    f"{REST}_s": BenchMetric("s", "lower", "of it: everything else"),
+    "peak_memory_mb": BenchMetric("MB", "lower", "most resident memory of the process during the step"),
 }
 
 
-class Settings(e2e.Settings):
+class ScalingSettings(e2e.EndToEndSettings):
     """The `[workload]` table. `axis`: what the variants make larger, a figure of `derived`; the models have `layers`
     layers of `width`, a multiple of 32, and take `context` tokens; `seed` is that of their weights."""
 
@@ -167,7 +167,7 @@ class Settings(e2e.Settings):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(Settings, settings), settings.experiment
+    own, experiment = workload_settings(ScalingSettings, settings), settings.experiment
     if own.width % HEAD:
         raise ConfigurationError(f"workload.width = {own.width} is no multiple of {HEAD}, the width of a head.")
     if experiment.task.kind != "modchain":
@@ -193,9 +193,9 @@ class BudgetWatcher(e2e.StepWatcher):
 class Scaling(e2e.EndToEnd):
     """See the module."""
 
-    measures: Mapping[str, Measure] = MEASURES
+    measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: ScalingSettings, executor: Executor | None = None) -> None:
         super().__init__(experiment, own, executor)
         self._scaling = own
 

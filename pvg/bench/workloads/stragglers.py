@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
 from pvg.bench.workloads.stand_in import StandInEngine
 from pvg.config.experiment import Experiment
@@ -30,8 +30,8 @@ from pvg.game.statistics import cut_metrics, staleness_metrics
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Group, Rollout
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
-from pvg.rollout.engine import Begun, Completion, CutShort, GenerationRequest, Sampling
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
+from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.gathering import training_deadline
 from pvg.rollout.partial import partial_sampling
 from pvg.servers.update import WeightUpdate
@@ -79,7 +79,7 @@ class HeavyTailedEngine(StandInEngine):
             return self.completed(request, ids, logprobs, "length", seconds)
         self.count(request, tokens, seconds)
         spans, timing = request.spans(tokens, self.version), request.timing(0.0, seconds)
-        raise CutShort(Begun(ids, logprobs, spans, timing) if tokens else None)
+        raise CutShort(PartialCompletion(ids, logprobs, spans, timing) if tokens else None)
 
     def cut(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -116,18 +116,20 @@ def _resolve(end: asyncio.Future[bool], whole: bool) -> None:
 # much shorter the rest is in the mean than what was ordered, which is what the speed is paid with. Partial rollouts
 # pay with `staleness`.
 
-MEASURES: dict[str, Measure] = {
-    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts sampled and trained on per second"),
-    "tokens_per_s": Measure("tokens/s", "higher", "their completion tokens per second"),
-    "trainer_idle": Measure("1", "lower", "share of the time in which the trainer waited for rollouts"),
-    "batch_s": Measure("s", "lower", "mean time from a batch's first request to its last rollout"),
-    "batch_rollouts": Measure("rollouts", "higher", "mean rollouts of a batch"),
-    "tokens_lost": Measure("1", "lower", "share of the sampled tokens that belong to cancelled rollouts"),
-    "staleness": Measure("versions", "lower", "mean versions behind of the rollouts trained on, by their oldest token"),
+MEASURES: dict[str, BenchMetric] = {
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts sampled and trained on per second"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher", "their completion tokens per second"),
+    "trainer_idle": BenchMetric("1", "lower", "share of the time in which the trainer waited for rollouts"),
+    "batch_s": BenchMetric("s", "lower", "mean time from a batch's first request to its last rollout"),
+    "batch_rollouts": BenchMetric("rollouts", "higher", "mean rollouts of a batch"),
+    "tokens_lost": BenchMetric("1", "lower", "share of the sampled tokens that belong to cancelled rollouts"),
+    "staleness": BenchMetric(
+        "versions", "lower", "mean versions behind of the rollouts trained on, by their oldest token"
+    ),
 }
 
 
-class Settings(Section):
+class StragglersSettings(Section):
     """The `[workload]` table. A rollout takes `median_s` in the median and at most `longest` times that; `sigma` is the
     standard deviation of its logarithm; `train_s` is what the trainer takes for a whole batch."""
 
@@ -149,15 +151,15 @@ def make(settings: BenchSettings) -> Workload:
             f"task.kind = {experiment.task.kind!r}.",
             "Use an experiment whose task.kind is 'modchain'.",
         )
-    return Stragglers(experiment, workload_settings(Settings, settings))
+    return Stragglers(experiment, workload_settings(StragglersSettings, settings))
 
 
 class Stragglers:
     """See the module. One sample is `batches` batches, one after the other."""
 
-    measures: Mapping[str, Measure] = MEASURES
+    measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, experiment: Experiment, own: Settings) -> None:
+    def __init__(self, experiment: Experiment, own: StragglersSettings) -> None:
         self._experiment, self._own = experiment, own
         self._rollouts = experiment.training.groups * experiment.rollout.group_size
         self._lengths: list[NDArray[np.int64]] = []  # [batches x rollouts] of each sample
@@ -255,11 +257,11 @@ class Stragglers:
             )
         return groups, time.perf_counter() - started
 
-    def _plan(self, number: int) -> tuple[list[GroupOrder], Call]:
+    def _plan(self, number: int) -> tuple[list[GroupOrder], SampleCall]:
         """The orders of a batch, numbered through all batches of all samples."""
         first = number * len(self._orders)
         orders = [replace(order, group=first + place) for place, order in enumerate(self._orders)]
-        return orders, Call(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
+        return orders, SampleCall(0, BASE_SOURCE, number, self._own.seed, f"{number:05d}")
 
     async def _train(self, rollouts: list[Rollout]) -> float:
         """Credit as the game gives it, the time that a trainer would take, and the next version; returns the time."""

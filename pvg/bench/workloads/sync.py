@@ -24,12 +24,12 @@ from concurrent.futures import Executor
 from typing import Any
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.sync_load import (
     RATES,
     TIMES,
-    Streams,
-    Update,
+    RequestStreams,
+    TimedUpdate,
     lost_shares,
     open_target,
     rollouts_per_step,
@@ -42,14 +42,18 @@ from pvg.errors import ConfigurationError
 from pvg.rollout.engine import Sampling
 from pvg.telemetry.spans import span
 
-MEASURES: dict[str, Measure] = (
+MEASURES: dict[str, BenchMetric] = (
     time_measures(TIMES)
     | RATES
-    | {"batch_p50_ms": Measure("ms", "lower", "decoding one batch of the engine while the updates are made: median")}
+    | {
+        "batch_p50_ms": BenchMetric(
+            "ms", "lower", "decoding one batch of the engine while the updates are made: median"
+        )
+    }
 )
 
 
-class Settings(Section):
+class SyncSettings(Section):
     """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
     before and after."""
 
@@ -61,15 +65,15 @@ class Settings(Section):
 
 
 class SyncWorkload:
-    def __init__(self, experiment: Experiment, settings: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, settings: SyncSettings, executor: Executor | None = None) -> None:
         self._experiment = experiment
         self._executor = executor
         self._settings = settings
         self._sampling = Sampling(
             max_tokens=experiment.rollout.max_tokens, stop_ids=(), temperature=experiment.rollout.temperature
         )
-        self.measures: Mapping[str, Measure] = MEASURES
-        self.loaded: list[tuple[Streams, list[Update]]] = []  # of every sample
+        self.measures: Mapping[str, BenchMetric] = MEASURES
+        self.loaded: list[tuple[RequestStreams, list[TimedUpdate]]] = []  # of every sample
         self.rates: list[dict[str, float]] = []  # of every sample: RATES
 
     async def open(self) -> None:
@@ -90,7 +94,7 @@ class SyncWorkload:
 
     async def sample(self, index: int) -> dict[str, float]:
         settings = self._settings
-        streams = Streams(self._target, self._sampling, settings.seed)
+        streams = RequestStreams(self._target, self._sampling, settings.seed)
         with span("idle_updates"):
             idle = [await streams.update() for _ in range(settings.updates)]
         with span("streams_before"):
@@ -101,7 +105,7 @@ class SyncWorkload:
             loaded, during = await streams.update_under_load(settings.updates, batch_s)
         batches = list(streams.batches)
         self.loaded.append((streams, loaded))
-        stepping = Streams(self._target, self._sampling, settings.seed)
+        stepping = RequestStreams(self._target, self._sampling, settings.seed)
         with span("stepped_updates"):
             stepped = await stepping.update_each_step(settings.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
@@ -152,7 +156,7 @@ def make(settings: BenchSettings) -> Workload:
         from pvg.bench.workloads import sync_servers
 
         return sync_servers.make(settings)
-    own, concurrency = workload_settings(Settings, settings), settings.experiment.rollout.concurrency
+    own, concurrency = workload_settings(SyncSettings, settings), settings.experiment.rollout.concurrency
     if concurrency < own.streams:
         raise ConfigurationError(
             f"workload.streams is {own.streams}, but rollout.concurrency is {concurrency}.",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pvg.bench.workload import Measure
+from pvg.bench.workload import BenchMetric
 from pvg.bench.workloads.fixtures import digest_of, model_facts
 from pvg.config.experiment import Experiment
 from pvg.game.players import Players
@@ -40,18 +40,18 @@ TIMES = {
     "rpc": "the engine at work on it: copying the weights",
     "queue": "the rest: waiting for the engine",
 }
-RATES: dict[str, Measure] = {
-    "tokens_per_s_before": Measure("tokens/s", "higher", "completion tokens per second of the streams alone"),
-    "tokens_per_s_during": Measure("tokens/s", "higher", "the same while updates are made back to back"),
-    "tokens_per_s_stepped": Measure("tokens/s", "higher", "the same with one update per step, as in training"),
-    "tokens_per_s_after": Measure("tokens/s", "higher", "the same afterwards"),
+RATES: dict[str, BenchMetric] = {
+    "tokens_per_s_before": BenchMetric("tokens/s", "higher", "completion tokens per second of the streams alone"),
+    "tokens_per_s_during": BenchMetric("tokens/s", "higher", "the same while updates are made back to back"),
+    "tokens_per_s_stepped": BenchMetric("tokens/s", "higher", "the same with one update per step, as in training"),
+    "tokens_per_s_after": BenchMetric("tokens/s", "higher", "the same afterwards"),
 }
 
 
-def time_measures(meanings: Mapping[str, str]) -> dict[str, Measure]:
+def time_measures(meanings: Mapping[str, str]) -> dict[str, BenchMetric]:
     """Of idle and of loaded updates, each percentile of what `meanings` names."""
     return {
-        f"{load}_{name}_p{percentile}_ms": Measure("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
+        f"{load}_{name}_p{percentile}_ms": BenchMetric("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
         for load in ("idle", "loaded")
         for name, meaning in meanings.items()
         for percentile in PERCENTILES
@@ -59,7 +59,7 @@ def time_measures(meanings: Mapping[str, str]) -> dict[str, Measure]:
 
 
 @dataclass(frozen=True)
-class Target:
+class SyncTarget:
     """An engine that serves, and the way to update it. `prompts`: one int32 [P] for each stream."""
 
     engine: Engine
@@ -70,7 +70,7 @@ class Target:
     close: Callable[[], Awaitable[None]]
 
 
-async def open_target(experiment: Experiment, streams: int, seed: int, executor: Executor | None = None) -> Target:
+async def open_target(experiment: Experiment, streams: int, seed: int, executor: Executor | None = None) -> SyncTarget:
     """The experiment's own engine, with the base prover's weights to publish."""
     task = open_task(experiment.task)
     players = Players(experiment, task, executor=executor)
@@ -89,11 +89,11 @@ async def open_target(experiment: Experiment, streams: int, seed: int, executor:
         "weights_mb": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 3),
         "prompts": digest_of(prompts),
     }
-    return Target(players.engine, players.publisher, tensors, prompts, facts, players.close)
+    return SyncTarget(players.engine, players.publisher, tensors, prompts, facts, players.close)
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class TimedUpdate:
     """One update: when it was sent (time.perf_counter), the requests in flight then, and its timing."""
 
     sent: float
@@ -102,12 +102,12 @@ class Update:
 
 
 @dataclass
-class Streams:
+class RequestStreams:
     """One request of each stream in flight, and what came back. `batches`: seconds in the engine -> when that was seen
     to end (time.perf_counter); requests that were decoded together tell the same. `streamed`: ask for tokens as they
     come; `chunks` counts how often some came."""
 
-    target: Target
+    target: SyncTarget
     sampling: Sampling
     seed: int
     streamed: bool = False
@@ -161,16 +161,16 @@ class Streams:
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
-    async def update(self) -> Update:
+    async def update(self) -> TimedUpdate:
         """Publish the same weights again, as the next version. Raises RuntimeError when they do not arrive."""
         publisher = self.target.publisher
         version, sent, in_flight = publisher.version + 1, time.perf_counter(), self.in_flight
         (timing,) = await publisher.publish(self.target.tensors, version)
         if self.target.engine.version != version:
             raise RuntimeError(f"Version {version} was published, and the engine has {self.target.engine.version}.")
-        return Update(sent, in_flight, timing)
+        return TimedUpdate(sent, in_flight, timing)
 
-    async def update_under_load(self, updates: int, within_s: float) -> tuple[list[Update], float]:
+    async def update_under_load(self, updates: int, within_s: float) -> tuple[list[TimedUpdate], float]:
         """So many updates while the streams are kept going, each after a pause of up to `within_s`, and the streams'
         tokens per second until all have ended."""
         done = asyncio.Event()
@@ -227,7 +227,7 @@ def rollouts_per_step(experiment: Experiment) -> int:
     return experiment.training.groups * experiment.rollout.group_size
 
 
-def times(load: str, updates: Sequence[Update], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:
+def times(load: str, updates: Sequence[TimedUpdate], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:
     """Percentiles of the updates' times: `{load}_{name}_p{percentile}_ms`."""
     found: dict[str, float] = {}
     for name in names:

@@ -29,12 +29,12 @@ from typing import Any, Literal
 import numpy as np
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.sync_load import (
     PERCENTILES,
     RATES,
-    Streams,
-    Update,
+    RequestStreams,
+    TimedUpdate,
     lost_shares,
     open_target,
     rollouts_per_step,
@@ -65,15 +65,15 @@ PARTS = {
     "resume": "the engine sent on its way",
     "stage": "the weights written to the shared folder, before the call",
 }
-MEASURES: dict[str, Measure] = (
+MEASURES: dict[str, BenchMetric] = (
     time_measures(TIMES)
-    | {f"{part}_p50_ms": Measure("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()}
+    | {f"{part}_p50_ms": BenchMetric("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()}
     | RATES
-    | {"stream_p50_ms": Measure("ms", "lower", "one request of a stream while the updates are made: median")}
+    | {"stream_p50_ms": BenchMetric("ms", "lower", "one request of a stream while the updates are made: median")}
 )
 
 
-class Settings(Section):
+class ServersSyncSettings(Section):
     """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
     before and after; `pool`: connections for generation (see the module)."""
 
@@ -86,12 +86,12 @@ class Settings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedUpdates:
     """The updates of one sample that were made among the streams: in so many seconds, and how late this process' event
     loop was meanwhile."""
 
-    streams: Streams
-    updates: list[Update]
+    streams: RequestStreams
+    updates: list[TimedUpdate]
     seconds: float
     lag: LagWindow
 
@@ -99,12 +99,14 @@ class Loaded:
 class ServersSync:
     """See the module. The first `warmup` samples are left out of `derived`."""
 
-    def __init__(self, experiment: Experiment, own: Settings, warmup: int, executor: Executor | None = None) -> None:
+    def __init__(
+        self, experiment: Experiment, own: ServersSyncSettings, warmup: int, executor: Executor | None = None
+    ) -> None:
         self._experiment, self._own, self._warmup, self._executor = with_pool(experiment, own), own, warmup, executor
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
-        self.measures: Mapping[str, Measure] = MEASURES
-        self._loaded: list[Loaded] = []
+        self.measures: Mapping[str, BenchMetric] = MEASURES
+        self._loaded: list[LoadedUpdates] = []
         self._rates: list[dict[str, float]] = []  # RATES of the same samples
 
     async def open(self) -> None:
@@ -113,8 +115,8 @@ class ServersSync:
         await streams.run(lambda done: done < 1)  # whatever server and client do for the first time, they do now
         await streams.update()
 
-    def _streams(self) -> Streams:
-        return Streams(self._target, self._sampling, self._own.seed, streamed=True)
+    def _streams(self) -> RequestStreams:
+        return RequestStreams(self._target, self._sampling, self._own.seed, streamed=True)
 
     def work(self) -> dict[str, Any]:
         own, experiment = self._own, self._experiment
@@ -158,7 +160,7 @@ class ServersSync:
         }
         if index >= self._warmup and window is not None:
             ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
-            self._loaded.append(Loaded(streams, loaded, ended - loaded[0].sent, window))
+            self._loaded.append(LoadedUpdates(streams, loaded, ended - loaded[0].sent, window))
             self._rates.append(rates)
         return {
             **times("idle", idle),
@@ -200,11 +202,11 @@ class ServersSync:
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(ServersSyncSettings, settings)
     return ServersSync(settings.experiment, own, settings.profile.warmup, settings.executor)
 
 
-def with_pool(experiment: Experiment, own: Settings) -> Experiment:
+def with_pool(experiment: Experiment, own: ServersSyncSettings) -> Experiment:
     """The experiment with as many requests at once as there are streams, and generation's pool as `own.pool` has it."""
     spare = own.pool == "spare"
     rollout = experiment.rollout.model_copy(update={"concurrency": own.streams + (SPARE if spare else 0)})
@@ -212,7 +214,7 @@ def with_pool(experiment: Experiment, own: Settings) -> Experiment:
     return experiment.model_copy(update={"rollout": rollout, "serving": serving})
 
 
-def _require_known(updates: Iterable[Update]) -> None:
+def _require_known(updates: Iterable[TimedUpdate]) -> None:
     for update in updates:
         if "load_ms" not in update.timing.parts:
             raise ServerUnavailableError(
@@ -221,7 +223,7 @@ def _require_known(updates: Iterable[Update]) -> None:
             )
 
 
-def _part(updates: Iterable[Update], part: str) -> list[float]:
+def _part(updates: Iterable[TimedUpdate], part: str) -> list[float]:
     return [update.timing.parts[f"{part}_ms"] for update in updates]
 
 

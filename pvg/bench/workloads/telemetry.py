@@ -23,7 +23,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads import e2e
 from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
@@ -34,7 +34,7 @@ from pvg.telemetry.spans import Span, Tracer, span
 REPLAYS = 20  # of a step's telemetry per sample; the median is kept
 
 
-class Settings(e2e.Settings):
+class TelemetrySettings(e2e.EndToEndSettings):
     """The `[workload]` table. `tracing`: whether the step runs under a tracer; `monitored_s`: how long the monitoring
     is watched (seconds), 0 for not at all."""
 
@@ -43,20 +43,20 @@ class Settings(e2e.Settings):
 
 
 def make(settings: BenchSettings) -> Workload:
-    e2e_settings = workload_settings(Settings, settings)
+    e2e_settings = workload_settings(TelemetrySettings, settings)
     return TelemetryCost(settings.experiment, e2e_settings, settings.executor)
 
 
 class TelemetryCost(e2e.EndToEnd):
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "step_s": Measure("s", "lower", "wall time of one optimizer step, its telemetry included"),
-        "telemetry_s": Measure("s", "lower", "the telemetry of that step, alone"),
-        "overhead": Measure("1", "lower", "telemetry_s / step_s"),
+    measures: Mapping[str, BenchMetric] = {
+        "step_s": BenchMetric("s", "lower", "wall time of one optimizer step, its telemetry included"),
+        "telemetry_s": BenchMetric("s", "lower", "the telemetry of that step, alone"),
+        "overhead": BenchMetric("1", "lower", "telemetry_s / step_s"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: TelemetrySettings, executor: Executor | None = None) -> None:
         super().__init__(experiment, own, executor)
         self._telemetry = own
         self._spans: list[Span] = []

@@ -35,7 +35,7 @@ import torch
 
 from pvg.bench.flops import ModelSize, matmul_gflops
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.bench.workloads.replay import recorded_batches, rewards_of
 from pvg.config.experiment import Experiment, build_experiment
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
 MEASURES = {
-    "tokens_per_s": Measure("tokens/s", "higher", "positions trained on, prompts included and padding left out"),
-    "rollouts_per_s": Measure("rollouts/s", "higher", "rollouts trained on"),
-    "step_s": Measure("s", "lower", "one optimizer step with all its forward passes"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher", "positions trained on, prompts included and padding left out"),
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts trained on"),
+    "step_s": BenchMetric("s", "lower", "one optimizer step with all its forward passes"),
 }
 
 
-class Settings(Section):
+class TrainerWorkloadSettings(Section):
     """The `[workload]` table. `rollouts` and `seed` make the batch that is sampled; `batches`, for a replay, is how
     many of the run's a sample goes through (at most, evenly spread over the run).
 
@@ -77,7 +77,7 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own = workload_settings(Settings, settings)
+    own = workload_settings(TrainerWorkloadSettings, settings)
     check_work(settings.experiment, settings.replay, own.rollouts)
     minibatches = settings.experiment.training.minibatches
     if settings.replay is None and own.rollouts < minibatches:
@@ -115,9 +115,9 @@ class RecordedSource:
 class TrainerWorkload:
     """See the module."""
 
-    measures: Mapping[str, Measure] = MEASURES
+    measures: Mapping[str, BenchMetric] = MEASURES
 
-    def __init__(self, settings: BenchSettings, own: Settings) -> None:
+    def __init__(self, settings: BenchSettings, own: TrainerWorkloadSettings) -> None:
         self._experiment = _without_kl(settings.experiment) if own.reference == "none" else settings.experiment
         self._replay, self._own, self._executor = settings.replay, own, settings.executor
         self._places: list[str] = []

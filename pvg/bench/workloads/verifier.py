@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.cuda import synchronize
 
 from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workload import Measure, Workload
+from pvg.bench.workload import BenchMetric, Workload
 from pvg.config.experiment import Experiment
 from pvg.config.sections import Count, Section
 from pvg.config.sections import Verifier as VerifierSection
@@ -56,7 +56,7 @@ from pvg.verifier.scorer import ScorerStats
 LABEL = "mint-00000"
 
 
-class Settings(Section):
+class VerifierWorkSettings(Section):
     """The `[workload]` table: solutions scored per sample, passes over them with a warm cache, training steps, and
     turns of the loss with and without the penalty. `seed` chooses the problems and what the prover samples."""
 
@@ -68,7 +68,7 @@ class Settings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    own, experiment = workload_settings(Settings, settings), settings.experiment
+    own, experiment = workload_settings(VerifierWorkSettings, settings), settings.experiment
     if own.solutions % experiment.game.mint_samples:
         size = experiment.game.mint_samples
         raise ConfigurationError(
@@ -84,7 +84,7 @@ def make(settings: BenchSettings) -> Workload:
 
 
 @dataclass
-class Told:
+class SampleAverages:
     """What `derived` tells of the samples taken so far."""
 
     hit_rate: float = 0.0  # of the last sample's warm passes
@@ -98,17 +98,17 @@ class Told:
 class VerifierWork:
     """See the module."""
 
-    measures: Mapping[str, Measure] = {
-        "cold_scores_per_s": Measure("scores/s", "higher", "solutions scored per second, the cache being empty"),
-        "warm_scores_per_s": Measure("scores/s", "higher", "the same solutions scored again, out of the cache"),
-        "first_batch_s": Measure("s", "lower", "from opening the store to the first training batch"),
-        "pairs_per_s": Measure("pairs/s", "higher", "pairs drawn and trained on per second"),
+    measures: Mapping[str, BenchMetric] = {
+        "cold_scores_per_s": BenchMetric("scores/s", "higher", "solutions scored per second, the cache being empty"),
+        "warm_scores_per_s": BenchMetric("scores/s", "higher", "the same solutions scored again, out of the cache"),
+        "first_batch_s": BenchMetric("s", "lower", "from opening the store to the first training batch"),
+        "pairs_per_s": BenchMetric("pairs/s", "higher", "pairs drawn and trained on per second"),
     }
 
-    def __init__(self, experiment: Experiment, own: Settings, executor: Executor | None = None) -> None:
+    def __init__(self, experiment: Experiment, own: VerifierWorkSettings, executor: Executor | None = None) -> None:
         self._experiment, self._own, self._executor = experiment, own, executor
         self._stack = AsyncExitStack()
-        self._told = Told()
+        self._told = SampleAverages()
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -269,7 +269,9 @@ class VerifierWork:
         await self._stack.aclose()
 
 
-def _orders(experiment: Experiment, problems: list[Problem], render: Render, own: Settings) -> list[GroupOrder]:
+def _orders(
+    experiment: Experiment, problems: list[Problem], render: Render, own: VerifierWorkSettings
+) -> list[GroupOrder]:
     """Per problem a group of each role, together `game.mint_samples`, as in a mint. Raises ConfigurationError when
     there are no problems."""
     if not problems:
@@ -291,7 +293,7 @@ def _orders(experiment: Experiment, problems: list[Problem], render: Render, own
     return found
 
 
-async def _sampled(players: Players, orders: list[GroupOrder], own: Settings) -> list[Rollout]:
+async def _sampled(players: Players, orders: list[GroupOrder], own: VerifierWorkSettings) -> list[Rollout]:
     seed = seed_for(own.seed, "bench", "mint")
     groups = await players.dispatcher.sample(
         orders, round_=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pvg.bench.compare import Gain, gains
+from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.figures import ABSENT, Style, compact, duration, styled, total_budget
@@ -174,7 +174,7 @@ def _ratio(interval: RatioInterval | None) -> Html:
     )
 
 
-def _ladder_chart(report: BenchReport, found: Sequence[Gain]) -> Html | None:
+def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Html | None:
     """Bars: times better than the first variant, with whiskers for the interval."""
     ratios = [(gain, gain.whole) for gain in found if gain.whole is not None]
     if not ratios:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pvg.evaluation.report import Attack, Calibrated, EvaluationReport, Number, RoundEvaluation
+from pvg.evaluation.report import AttackRecord, CalibrationErrors, EvaluationReport, NumberRecord, RoundEvaluation
 from pvg.reporting.evaluation_tables import interval, steps_to_exploit
 from pvg.reporting.figures import ABSENT
 from pvg.reporting.page.charts import Line, Reference, line_chart
@@ -63,7 +63,7 @@ def _by_round(rounds: Sequence[RoundEvaluation]) -> Across:
     return Across(min(numbers) - 0.25, max(numbers) + 0.25, "round", ticks)
 
 
-def _line(name: str, style: str, points: Iterable[tuple[float, Number]], dash: str = "") -> Line:
+def _line(name: str, style: str, points: Iterable[tuple[float, NumberRecord]], dash: str = "") -> Line:
     """A line through the numbers that have a value, with their intervals."""
     there = [(x, n.value, n.low, n.high) for x, n in points if n.value is not None]
     whiskers = [(x, low, high) for x, _, low, high in there if low is not None and high is not None]
@@ -99,7 +99,7 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
 
 
 def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
-    def of(pick: Callable[[int, str], bool]) -> list[tuple[float, Number]]:
+    def of(pick: Callable[[int, str], bool]) -> list[tuple[float, NumberRecord]]:
         return [
             (float(found.round), flaws.auc)
             for found in rounds
@@ -190,7 +190,7 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Html | None:
     if last is None or last.calibration is None:
         return None
 
-    def line(name: str, style: str, found: Calibrated | None) -> Line:
+    def line(name: str, style: str, found: CalibrationErrors | None) -> Line:
         return _line(name, style, [(b.predicted, b.correct) for b in found.bins] if found else [])
 
     lines = [
@@ -234,7 +234,7 @@ def _exploit_table(rounds: Sequence[RoundEvaluation]) -> Html | None:
     return _rows(head, [_attack_row(found.round, attack) for found in rounds for attack in found.exploit or ()])
 
 
-def _attack_row(round_: int, attack: Attack) -> list[Piece]:
+def _attack_row(round_: int, attack: AttackRecord) -> list[Piece]:
     check = attack.check
     return [
         str(round_),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.store.atomic import (
     TEMPORARY_PREFIX,
     disk_full_explained,
@@ -157,7 +157,7 @@ _VERSION = re.compile(  # whole, or being written or removed
 class VersionFolders:
     """The versions of one session. Takes the session's lock at once; `close` gives it back. All calls block."""
 
-    def __init__(self, root: Path, run: str, session: Session) -> None:
+    def __init__(self, root: Path, run: str, session: PublishingSession) -> None:
         """Raises ConfigurationError for a run name that could lead out of `root`, or a place that is taken."""
         for name in (run, session.tail):
             if not _NAME.fullmatch(name):
@@ -183,11 +183,11 @@ class VersionFolders:
         """The versions of this session that are still there, oldest first."""
         return tuple(sorted(self._made))
 
-    def name(self, label: Label) -> str:
+    def name(self, label: WeightLabel) -> str:
         """What servers know the version by: its path below the root. KeyError for one that is not there."""
         return f"{self.run}/{self._made[label.version]}"
 
-    def write(self, label: Label, fill: Callable[[Path], Mapping[str, int]]) -> None:
+    def write(self, label: WeightLabel, fill: Callable[[Path], Mapping[str, int]]) -> None:
         """Make the version of `label`. `fill` writes its files into an empty folder, synced, and returns the size of
         each that holds weights. Raises StateError when the version is there, MissingRequirementError when the disk is
         full; whatever fails, nothing is left behind."""
@@ -211,7 +211,7 @@ class VersionFolders:
             raise
         self._made[label.version] = path.name
 
-    def retire(self, keep: int, in_use: Iterable[Label]) -> list[int]:
+    def retire(self, keep: int, in_use: Iterable[WeightLabel]) -> list[int]:
         """Remove this session's versions but for the newest `keep` and those `in_use`, and what dead sessions of the
         run left; returns the versions removed."""
         needed = {label.version for label in in_use if label.session == self.session}

@@ -41,7 +41,7 @@ class UnusableError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CodeEntry:
     """A problem as read. `inputs`: cases whose outputs only the reference knows. `place`: file and line."""
 
     id: str
@@ -52,7 +52,7 @@ class Entry:
     place: str
 
 
-def read_entries(file: Path, visible_tests: int) -> Iterator[Entry | UnusableError]:
+def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | UnusableError]:
     """The file's problems in their order; for a line that has the form of a problem but none that can be used, why not.
 
     Raises ConfigurationError, naming file and line, for a line that is none of the three forms.
@@ -100,7 +100,7 @@ def _form(row: Any) -> Any:
 # --- the forms ------------------------------------------------------------------------------------------------------
 
 
-def _own(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
+def _own(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     entry = _text(row, "entry", "") or None
     return _entry(
         row,
@@ -129,7 +129,7 @@ def _tests(entry: str | None, rows: list[Any]) -> tuple[CodeTest, ...]:
     return tuple(found)
 
 
-def _apps(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
+def _apps(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     solutions, given = _unpacked(row, "solutions"), _unpacked(row, "input_output")
     if not isinstance(solutions, list) or not solutions or not isinstance(solutions[0], str):
         raise UnusableError("it has no solution to be the reference")
@@ -155,7 +155,7 @@ def _apps(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
     )
 
 
-def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> Entry:
+def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     entry, prompt = _text(row, "entry_point"), _text(row, "prompt")
     tests = _assertions(_text(row, "test"))
     prelude, found, _ = prompt.partition(f"def {entry}(")
@@ -217,7 +217,7 @@ def _entry(
     signature: str,
     inputs: tuple[str, ...],
     code: CodeProblem,
-) -> Entry:
+) -> CodeEntry:
     if WORD in f"{question}{signature}{code.prelude}{code.reference}{code.entry}".lower():
         raise UnusableError(f"it speaks of a {WORD}, the word that ends what a verifier reads of a solution")
     if not code.visible:
@@ -225,7 +225,7 @@ def _entry(
     if not code.hidden and not inputs:
         raise UnusableError("it has no hidden test")
     name = id_ or f"code-{hashlib.sha256(question.encode(errors='surrogatepass')).hexdigest()[:16]}"
-    return Entry(name, question, signature, code, inputs, place)
+    return CodeEntry(name, question, signature, code, inputs, place)
 
 
 def _text(row: dict[str, Any], field: str, default: str | None = None) -> str:

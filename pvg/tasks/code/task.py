@@ -17,7 +17,7 @@ from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox
 from pvg.tasks.code.grading import grade_solutions, passed
 from pvg.tasks.code.problem import CodeTest, extract_code, make_problem, shown
-from pvg.tasks.code.reading import Entry, UnusableError, read_entries
+from pvg.tasks.code.reading import CodeEntry, UnusableError, read_entries
 from pvg.tasks.code.templates import made_problems
 
 REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave it out for problems that are made."
@@ -89,9 +89,9 @@ class Code:
         """The first `limit` problems that can be used: their references run, and pass their own tests."""
         found: list[Problem] = []
         file, limit = self._file(path, split), self._section.limit
-        entries: list[Entry] = []
+        entries: list[CodeEntry] = []
         for entry in read_entries(file, self._section.visible_tests):
-            if isinstance(entry, Entry):
+            if isinstance(entry, CodeEntry):
                 entries.append(entry)
             elif self._section.unusable == "refuse":
                 raise ConfigurationError(f"{entry}.", "Mend it, or set task.unusable to 'skip'.")
@@ -102,7 +102,7 @@ class Code:
             found += self._tried(part)
         return found[:limit]
 
-    def _tried(self, entries: list[Entry]) -> list[Problem]:
+    def _tried(self, entries: list[CodeEntry]) -> list[Problem]:
         programs = [
             e.code.program(e.code.reference, [*(test.case for test in e.code.tests), *e.inputs]) for e in entries
         ]

@@ -14,7 +14,7 @@ from pvg.config.sections import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.tasks.code import Code
 from pvg.tasks.code.problem import code_of
-from pvg.tasks.code.reading import Entry, UnusableError, read_entries
+from pvg.tasks.code.reading import CodeEntry, UnusableError, read_entries
 
 APPS_CALL: dict[str, Any] = {
     "problem_id": 7,
@@ -113,7 +113,7 @@ def test_lines_that_cannot_be_used(tmp_path: Path, row: Any, said: str) -> None:
     except ConfigurationError as error:
         why = UnusableError(error.message)
     else:
-        assert isinstance(first, Entry)
+        assert isinstance(first, CodeEntry)
         assert first.id == "add-up"
     assert str(why).startswith(f"{file}, {said}")
     assert "\n" not in str(why)
