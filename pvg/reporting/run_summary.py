@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pvg.errors import PvgError
-from pvg.reporting.figures import total_budget
+from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in

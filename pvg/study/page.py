@@ -7,13 +7,26 @@ import shlex
 from collections.abc import Sequence
 from typing import cast
 
-from pvg.reporting.figures import ABSENT, Style, duration
-from pvg.reporting.page.charts import Line, Reference, dot_strips, line_chart
-from pvg.reporting.page.document import Section, badge, command, details, document, facts, grid
-from pvg.reporting.page.frame import Across, Key, legend, swatch
-from pvg.reporting.page.markup import Html, Piece, join, span, table, tag
-from pvg.reporting.page.run_page import footer
-from pvg.reporting.page.several_page import COLOURS, DASHES
+from pvg.reporting.axes import Across, Key, legend, swatch
+from pvg.reporting.charts import Line, Reference, dot_strips, line_chart
+from pvg.reporting.formats import ABSENT, Style, duration
+from pvg.reporting.html import (
+    Html,
+    Piece,
+    Section,
+    badge,
+    command,
+    details,
+    document,
+    facts,
+    grid,
+    join,
+    span,
+    table,
+    tag,
+)
+from pvg.reporting.run_page import footer
+from pvg.reporting.several_page import COLOURS, DASHES
 from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
 from pvg.study.text import (
     cautions,

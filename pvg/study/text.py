@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from pvg.reporting.figures import ABSENT, Style, styled
+from pvg.reporting.formats import ABSENT, Style, styled
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
 from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, Comparison, Summary, Trend, least_p, seeds_needed
 

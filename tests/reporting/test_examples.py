@@ -11,8 +11,8 @@ from rich.console import Console
 from run_samples import begin, commit, played, rollout, state
 
 from pvg.records import Grade, Role, SolverSolution, Turn
-from pvg.reporting.examples import choose_examples
-from pvg.reporting.page.solutions import _solution
+from pvg.reporting.run_page import _solution
+from pvg.reporting.solutions import choose_examples
 from pvg.reporting.terminal import examples_list
 from pvg.store import DamagedFileError
 

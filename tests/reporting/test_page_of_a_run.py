@@ -10,8 +10,7 @@ from page_checks import Page, check
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.records import Grade, Role
-from pvg.reporting.page.run_page import collect, run_page
-from pvg.reporting.page.solutions import marked
+from pvg.reporting.run_page import collect, marked, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from page_checks import Page
 
 from pvg.evaluation.report import Detection, EvaluationReport, Flaws, Number, RoundEvaluation
-from pvg.reporting.page.evaluation import evaluation_section
-from pvg.reporting.page.markup import join
+from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.html import join
 
 NUMBER = Number(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 BAND = [(0.0, 0.0, None, None), (0.25, 0.5, 0.25, 0.75), (0.5, 0.75, 0.5, 1.0), (1.0, 1.0, None, None)]

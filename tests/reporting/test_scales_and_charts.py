@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_checks import Page
 
-from pvg.reporting.figures import Style
-from pvg.reporting.page.charts import Kind, Line, averaged, line_chart, mirrored_histogram, spark, stacked_row
-from pvg.reporting.page.frame import Across
-from pvg.reporting.page.scales import SPAN, moving_mean, nice_axis, thinned, tick_labels, without_gaps
+from pvg.reporting.axes import SPAN, Across, moving_mean, nice_axis, thinned, tick_labels, without_gaps
+from pvg.reporting.charts import Kind, Line, averaged, line_chart, mirrored_histogram, spark, stacked_row
+from pvg.reporting.formats import Style
 
 REAL = st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1e-9)
 STYLES: list[Style] = ["share", "number", "score", "rate", "seconds"]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pvg.reporting.figures import ABSENT, Style, figure, percent, shown
-from pvg.reporting.page.charts import WINDOW, Kind, Line, Reference, line_chart, mirrored_histogram
-from pvg.reporting.page.document import Section, details, grid
-from pvg.reporting.page.frame import Across, Key, legend
-from pvg.reporting.page.markup import Html, Piece, table, tag
-from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
+from pvg.reporting.axes import Across, Key, legend
+from pvg.reporting.charts import PROVER, VERIFIER, WINDOW, Kind, Line, Reference, Steps, line_chart, mirrored_histogram
+from pvg.reporting.formats import ABSENT, Style, figure, percent, shown
+from pvg.reporting.html import Html, Piece, Section, details, grid, table, tag
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.scores import RoundScores
+from pvg.reporting.solutions import RoundScores
 
 HELPFUL, SNEAKY, JUDGE, INK = "helpful", "sneaky", "verifier", "ink"
 BINS = 32

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import orjson
 
 import pvg
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Store
+from pvg.config.sections import TASKS, Store
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.examples import Pairing, side_by_side
-from pvg.reporting.figures import HOME, duration, figure, percent, phase_label, shown, styled
-from pvg.reporting.page.charts import spark
-from pvg.reporting.page.document import Section, badge, command, document, facts
-from pvg.reporting.page.evaluation import evaluation_section
-from pvg.reporting.page.learning import base_metrics, learning_section, rounds_section, scores_section
-from pvg.reporting.page.machine import machine_section, throughput_section
-from pvg.reporting.page.markup import Html, div, span, tag
-from pvg.reporting.page.settings import settings_section
-from pvg.reporting.page.solutions import solutions_section
-from pvg.reporting.page.steps import PROVER
-from pvg.reporting.page.timing import overlap_section, time_section
+from pvg.reporting.charts import PROVER, spark
+from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.formats import HOME, duration, figure, percent, phase_label, shown, styled
+from pvg.reporting.html import (
+    Html,
+    Piece,
+    Section,
+    badge,
+    command,
+    details,
+    div,
+    document,
+    facts,
+    join,
+    span,
+    table,
+    tag,
+)
+from pvg.reporting.learning import base_metrics, learning_section, rounds_section, scores_section
+from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.scores import RoundScores, round_scores
-from pvg.reporting.timeline import Window, choose_windows, read_windows
+from pvg.reporting.solutions import Example, Pairing, RoundScores, round_scores, side_by_side
+from pvg.reporting.time_sections import Window, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import UNACCOUNTED
@@ -219,3 +232,140 @@ def _onwards(summary: RunSummary) -> Section:
     lying = [command(line, what) for line, what in files]
     body = [tag("ul", *rows, class_="commands"), tag("ul", *lying, class_="commands")]
     return Section("onwards", "Going on", body, f"The run lies in {summary.path}.")
+
+
+# What the players wrote, both roles side by side, and what verifier and grader said.
+
+LONGEST = 4000  # characters of a solution; the rest can be read in the shard
+STEP = re.compile(r"\bstep (\d+)\b")
+
+
+def solutions_section(pairings: Sequence[Pairing], thresholds: dict[int, float]) -> Section:
+    """The newest round open, the earlier ones folded."""
+    if not pairings:
+        return Section("solutions", "Solutions", [])
+    newest = max(pairing.round for pairing in pairings)
+    body: list[Html | None] = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
+    for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
+        body.append(details(f"Round {round_}", *(_pair(p, thresholds) for p in pairings if p.round == round_)))
+    lead = f"Round {newest}: the flaws its verifier believed most, each beside a helpful solution of the same problem."
+    return Section("solutions", "Solutions", body, lead)
+
+
+def _pair(pairing: Pairing, thresholds: dict[int, float]) -> Html:
+    head = div(
+        "question",
+        span("quiet", "problem "),
+        tag("span", pairing.question, class_="given"),
+        span("quiet", " answer "),
+        tag("span", pairing.reference, class_="given"),
+    )
+    threshold = thresholds.get(pairing.round)
+    sides = [_solution(side, threshold) for side in (pairing.helpful, pairing.sneaky) if side is not None]
+    return tag("article", head, div("sides", *sides), class_="pairing")
+
+
+def _solution(example: Example, threshold: float | None) -> Html:
+    score = None
+    if example.score is not None:
+        verdict = "" if threshold is None else (", accepted" if example.score >= threshold else ", refused")
+        score = span("score", f"score {example.score:+.3f}{verdict}")
+    right = span("grade right" if example.correct else "grade wrong", _grade(example))
+    return div(
+        f"solution {example.role}",
+        div("who", span("role", example.role), score),
+        *(
+            []
+            if example.solver_text is None
+            else [tag("pre", f"solver: {example.solver_text[:LONGEST]}", class_="quiet")]
+        ),
+        tag("pre", marked(example.text, example.note)),
+        *(tag("pre", f"{who}: {said[:LONGEST]}", class_="quiet") for who, said in example.dialogue),
+        div("said", right, span("quiet id", example.id)),
+    )
+
+
+def _grade(example: Example) -> str:
+    found = f"answer {example.answer}" if example.answer is not None else "no answer"
+    verdict = "correct" if example.correct else ("wrong" if example.well_formed else "malformed")
+    note = example.note.removeprefix("malformed: ")
+    return f"{verdict}: {found}" + (f", {note}" if note else "")
+
+
+def marked(text: str, note: str) -> Html:
+    """The text with the step marked that the grader's note names, or the end where it names the final answer."""
+    cut = text[:LONGEST]
+    rest = f" … and {len(text) - LONGEST} more characters" if len(text) > LONGEST else ""
+    pieces = _pieces(cut)
+    match = STEP.search(note)
+    place = (
+        int(match[1]) - 1 if match else (len(pieces) - 1 if "final answer" in note and "no final" not in note else -1)
+    )
+    if not 0 <= place < len(pieces):
+        return join([cut, rest])
+    return join([*pieces[:place], tag("mark", pieces[place], title=note), *pieces[place + 1 :], rest])
+
+
+def _pieces(text: str) -> list[str]:
+    """The steps of a solution with what separates them: its lines, or where it has one line, what semicolons divide."""
+    if "\n" in text.strip():
+        found = re.findall(r"[^\n]*\n*", text)
+        return [piece for piece in found if piece]
+    return [piece for piece in re.findall(r"[^;]*;?", text) if piece]
+
+
+# The configuration: what differs from the defaults first, the whole of it for those who ask.
+
+UNSET = "unset"
+
+
+def settings_section(experiment: Experiment) -> Section:
+    changed = changed_settings(experiment)
+    shown = (
+        table(
+            ["setting", "value", "default"],
+            [[tag("th", tag("code", key)), *_codes(row)] for key, row in changed.items()],
+            "settings",
+        )
+        if changed
+        else tag("p", "Nothing differs from the defaults.", class_="empty")
+    )
+    whole = details("The whole configuration", tag("pre", experiment.to_toml(), class_="toml"))
+    return Section(
+        "settings", "Settings", [shown, whole], f"What differs from the defaults. Digest {experiment.hash()}."
+    )
+
+
+def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
+    """Key -> (value, default) of all that is not as pvg has it by itself; of the task, as its kind has it."""
+    task = TASKS[experiment.task.kind]()
+    own, default = (
+        flat(experiment.plain()),
+        flat(Experiment.model_construct(**{**dict(Experiment()), "task": task}).plain()),
+    )
+    default["task.kind"] = value_text(Experiment().task.kind)
+    keys = [key for key in sorted({*own, *default}) if own.get(key, UNSET) != default.get(key, UNSET)]
+    return {key: (own.get(key, UNSET), default.get(key, UNSET)) for key in keys}
+
+
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys and values as text, as they would stand in TOML."""
+    found: dict[str, str] = {}
+    for key, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value_text(value)
+    return found
+
+
+def value_text(value: Any) -> str:
+    return orjson.dumps(value, default=str).decode()
+
+
+def _codes(values: tuple[str, ...]) -> list[Piece]:
+    return [_code(value) for value in values]
+
+
+def _code(value: str) -> Html:
+    return tag("code", value) if value != UNSET else tag("span", UNSET, class_="quiet")

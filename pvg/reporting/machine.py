@@ -6,13 +6,10 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-from pvg.reporting.figures import Style, duration, peak_words, percent, short_seconds, styled
-from pvg.reporting.page.charts import Line, line_chart
-from pvg.reporting.page.document import Section, empty, facts, grid, subheading
-from pvg.reporting.page.frame import Across
-from pvg.reporting.page.markup import Html
-from pvg.reporting.page.scales import Point, nice_axis, without_gaps
-from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
+from pvg.reporting.axes import Across, Point, nice_axis, without_gaps
+from pvg.reporting.charts import PROVER, VERIFIER, Line, Steps, line_chart
+from pvg.reporting.formats import Style, duration, peak_words, percent, short_seconds, styled
+from pvg.reporting.html import Html, Section, empty, facts, grid, subheading
 from pvg.reporting.run_summary import Reading, RunSummary, lag, ranges
 
 GPU = re.compile(r"gpu(\d+)_(.+)")

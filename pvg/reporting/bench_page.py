@@ -1,5 +1,6 @@
 """The page of one or more benchmark reports: every sample as a dot, what each switch or value bought, where the time
-went, and on which machine."""
+went, and on which machine.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,28 @@ from pathlib import Path
 from pvg.bench.compare import Gain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
-from pvg.reporting.figures import ABSENT, Style, compact, duration, styled, total_budget
-from pvg.reporting.page.charts import dot_strips, stacked_row
-from pvg.reporting.page.document import Section, badge, details, document, facts, subheading
-from pvg.reporting.page.frame import Key, figure, legend, svg
-from pvg.reporting.page.markup import Html, Piece, div, join, number, span, table, tag
-from pvg.reporting.page.run_page import footer
-from pvg.reporting.page.scales import SPAN, nice_axis
-from pvg.reporting.page.settings import flat
-from pvg.reporting.page.timing import parts_table
-from pvg.reporting.parts import in_order
+from pvg.reporting.axes import SPAN, Key, figure, legend, nice_axis, svg
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.charts import dot_strips, stacked_row
+from pvg.reporting.formats import ABSENT, Style, compact, duration, styled, total_budget
+from pvg.reporting.html import (
+    Html,
+    Piece,
+    Section,
+    badge,
+    details,
+    div,
+    document,
+    facts,
+    join,
+    number,
+    span,
+    subheading,
+    table,
+    tag,
+)
+from pvg.reporting.run_page import flat, footer
+from pvg.reporting.time_sections import parts_table
 
 COLOURS = 6
 STYLES: dict[str, Style] = {"s": "seconds", "B": "bytes", "share": "share"}

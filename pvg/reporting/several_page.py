@@ -5,17 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from pvg.reporting.figures import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
-from pvg.reporting.page.charts import WINDOW, Line, line_chart, stacked_row
-from pvg.reporting.page.document import Section, badge, document, facts, grid
-from pvg.reporting.page.frame import Across, Key, legend, swatch
-from pvg.reporting.page.markup import Html, Piece, div, span, table, tag
-from pvg.reporting.page.run_page import STATUS, footer, when
-from pvg.reporting.page.settings import UNSET, flat
-from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
-from pvg.reporting.page.timing import whole_budget
-from pvg.reporting.parts import in_order
+from pvg.reporting.axes import Across, Key, legend, swatch
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.charts import PROVER, VERIFIER, WINDOW, Line, Steps, line_chart, stacked_row
+from pvg.reporting.formats import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
+from pvg.reporting.html import Html, Piece, Section, badge, div, document, facts, grid, span, table, tag
+from pvg.reporting.run_page import STATUS, UNSET, flat, footer, when
 from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.time_sections import whole_budget
 from pvg.store.run_directory import RunDirectory
 
 COLOURS = 6
