@@ -1,4 +1,4 @@
-"""From numbers to places and labels on an axis: round ticks, ranges, series thinned without hiding what they did.
+"""From numbers to places and labels on an axis: round ticks, ranges, steps and rounds along the x axis.
 
 Pure functions. Places run from 0 to `SPAN` in both directions of a chart; y grows downwards, as in SVG.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pvg.reporting.formats import Style, compact, short_seconds
-from pvg.reporting.html import Html, div, join, number, span, tag
+from pvg.reporting.run_summary import StepRecord
 
 SPAN = 1000.0  # a chart's own units: its SVG is stretched to whatever room there is
 MOST_POINTS = 240  # of one line; more than a line's pixels only cost bytes
+
+FULL_NAMES, MOST_NAMES = 4, 12  # bands that are named in full, and at all
+NARROW = 0.02 * SPAN
+SMOOTHED_FROM = 12  # points: a shorter line needs no mean through it
 
 Point = tuple[float, float]
 
@@ -173,16 +177,6 @@ def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], l
     return places, breaks
 
 
-# What every chart has around it: a title with its unit, a legend, axes with labels, grid lines, bands for the rounds.
-#
-# The drawing is an SVG that is stretched to the room there is, and all text is HTML beside it: so a chart fills a
-# wide screen and a phone alike, with lettering of one size.
-
-FULL_NAMES, MOST_NAMES = 4, 12  # bands that are named in full, and at all
-NARROW = 0.02 * SPAN
-CROWDED = 7  # more labels than these on the x axis: every other one is left out where it is narrow
-
-
 @dataclass(frozen=True, slots=True)
 class Band:
     """A stretch of the x axis with a name of its own, such as a round."""
@@ -208,121 +202,119 @@ class Across:
         return SPAN * (value - self.low) / ((self.high - self.low) or 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """An entry of a legend: `style` is its colour's class, `dash` "", "dashed" or "dotted", `shape` "line" or "box"."""
+def across_rounds(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> Across:
+    """The x axis of charts by round, with at most twelve ticks. `base`: the base prover stands before the first."""
+    numbers = sorted(numbers) or [0]
+    every = -(-len(numbers) // MOST_NAMES)
+    ticks = [(float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0]
+    first = numbers[0] - 1 if base else numbers[0]
+    return Across(
+        first - margin, numbers[-1] + margin, "round", ((float(first), "base"), *ticks) if base else tuple(ticks)
+    )
 
-    label: str
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
+    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
+    (place, low, high) of a band around the line. `whiskers`: likewise, the intervals of its points."""
+
+    name: str
+    pieces: Sequence[Sequence[Point]]
     style: str
     dash: str = ""
-    shape: str = "line"
-    detail: str = field(default="")
+    smooth: bool = False
+    dots: bool = False
+    bare: bool = False
+    spread: Sequence[tuple[float, float, float]] = ()
+    whiskers: Sequence[tuple[float, float, float]] = ()
+
+    @property
+    def values(self) -> list[float]:
+        return [y for piece in self.pieces for _, y in piece]
 
 
-def svg(*drawing: Html | None, class_: str = "", label: str = "") -> Html:
-    """A drawing in the charts' own units. `label` is read out; without one the drawing is decoration."""
-    return tag(
-        "svg",
-        *drawing,
-        class_=class_ or None,
-        viewBox=f"0 0 {number(SPAN)} {number(SPAN)}",
-        preserveAspectRatio="none",
-        role="img" if label else None,
-        aria_label=label or None,
-        aria_hidden=None if label else "true",
-    )
+PROVER, VERIFIER = "train_prover", "train_verifier"
+COUNTED = {PROVER: "prover step", VERIFIER: "verifier step", "mint": "rollout", "init": "rollout"}
 
 
-def legend(keys: Iterable[Key]) -> Html | None:
-    entries = [
-        tag("li", swatch(key), key.label, span("quiet", f" {key.detail}") if key.detail else None) for key in keys
-    ]
-    return tag("ul", *entries, class_="legend") if entries else None
+class Steps:
+    """The steps of `phase`, with their place on the axis: the steps of earlier rounds come before.
+
+    `longest`: the rounds' lengths to lay them out by, where several runs share the axis; default: their own.
+    """
+
+    def __init__(self, steps: Sequence[StepRecord], phase: str, longest: dict[int, int] | None = None) -> None:
+        self.phase = phase
+        self.rounds: dict[int, list[StepRecord]] = {}
+        for step in steps:
+            if step.phase == phase:
+                self.rounds.setdefault(step.round, []).append(step)
+        self.lengths = longest or {round_: max(s.step for s in found) for round_, found in self.rounds.items()}
+        self.offsets: dict[int, int] = {}
+        total = 0
+        for round_ in sorted(self.lengths):
+            self.offsets[round_] = total
+            total += self.lengths[round_]
+        self.total = total
+
+    def __bool__(self) -> bool:
+        return bool(self.rounds)
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether a mean is drawn through the lines of any round."""
+        return any(len(found) >= SMOOTHED_FROM for found in self.rounds.values())
+
+    def across(self) -> Across:
+        """The axis, with a band per round."""
+        bands = tuple(Band(at, at + self.lengths[round_], f"round {round_}") for round_, at in self.offsets.items())
+        last = max(self.offsets, default=0)
+        ticks = [(float(at), _count(at)) for round_, at in self.offsets.items() if self._roomy(round_, last)]
+        ticks.append((float(self.total), _count(self.total)))
+        counted = COUNTED.get(self.phase, "step")
+        label = f"{counted}s" + (", rounds above" if len(bands) > FULL_NAMES else "")
+        return Across(0.0, float(self.total), label, tuple(ticks), bands if len(bands) > 1 else (), counted)
+
+    def _roomy(self, round_: int, last: int) -> bool:
+        """Whether a round's beginning gets a label: of very many rounds only some do."""
+        every = -(-len(self.offsets) // 5)
+        place = sorted(self.offsets).index(round_)
+        return place % every == 0 and (round_ != last or self.lengths[round_] * 8 > self.total)
+
+    def place(self, step: StepRecord) -> float:
+        return float(self.offsets[step.round] + step.step)
+
+    def pieces(self, value: Callable[[StepRecord], float | None]) -> list[list[Point]]:
+        """One piece per round; steps without the value are skipped."""
+        found = []
+        for round_ in sorted(self.rounds):
+            points = [(self.place(s), y) for s in self.rounds[round_] if (y := value(s)) is not None]
+            if points:
+                found.append(points)
+        return found
+
+    def line(self, metric: str, name: str, style: str, dash: str = "", *, smooth: bool = True) -> Line:
+        return Line(name, self.pieces(lambda step: step.metrics.get(metric)), style, dash, smooth=smooth)
+
+    def level(self, values: dict[int, float], name: str, style: str, dash: str = "dotted") -> Line:
+        """A value per round, drawn flat over it."""
+        pieces = [
+            [(float(at), values[round_]), (float(at + self.lengths[round_]), values[round_])]
+            for round_, at in self.offsets.items()
+            if round_ in values
+        ]
+        return Line(name, pieces, style, dash)
+
+    def columns(self) -> list[tuple[float, dict[str, float]]]:
+        """Every step's budget at the middle of the step."""
+        return [
+            (self.place(step) - 0.5, step.budget)
+            for round_ in sorted(self.rounds)
+            for step in self.rounds[round_]
+            if step.budget
+        ]
 
 
-def swatch(key: Key) -> Html:
-    if key.shape == "box":
-        drawing = tag("rect", width=SPAN, height=SPAN, class_=f"fill {key.style}")
-    else:
-        drawing = tag("path", d=f"M0 {number(SPAN / 2)}H{number(SPAN)}", class_=_classes("line", key.style, key.dash))
-    return tag("span", svg(drawing), class_=f"swatch {key.shape}", aria_hidden="true")
-
-
-def figure(
-    title: str,
-    *body: Html | None,
-    unit: str = "",
-    keys: Sequence[Key] = (),
-    note: Html | str = "",
-    class_: str = "",
-    **data: str | None,
-) -> Html:
-    """A chart with its words."""
-    head = tag("figcaption", span("title", title), span("unit", unit) if unit else None, legend(keys))
-    return tag(
-        "figure", head, *body, tag("p", note, class_="note") if note else None, class_=_classes("chart", class_), **data
-    )
-
-
-def plot(
-    drawing: Iterable[Html | None],
-    y: Axis,
-    x: Across,
-    *,
-    height: int,
-    overlay: Iterable[Html] = (),
-    above: Iterable[Html] = (),
-    label: str,
-) -> Html:
-    """The axes around a drawing. `overlay` is HTML that lies over it, `above` stands over it (as the bands' names do),
-    `label` says what the drawing is."""
-    names = [*_band_names(x), *above]
-    labels = y.labels()
-    grid = join(tag("path", d=f"M0 {number(SPAN * (1 - share))}H{number(SPAN)}", class_="grid") for share, _ in labels)
-    ys = div("ys", *(tag("span", written, style=f"bottom:{number(100 * share)}%") for share, written in labels))
-    area = div("area", svg(_bands(x), grid, *drawing, label=label), *names, *overlay)
-    widest = max((len(written) for _, written in labels), default=1)
-    crowded = len(x.ticks) > CROWDED
-    xs = div(
-        "xs",
-        *(
-            tag(
-                "span",
-                written,
-                style=f"left:{number(x.x(at) / 10)}%",
-                class_="sparse" if crowded and place % 2 else None,
-            )
-            for place, (at, written) in enumerate(x.ticks)
-        ),
-        span("xlabel", x.label) if x.label else None,
-    )
-    return div("plot banded" if names else "plot", ys, area, xs, style=f"--height:{height}px;--ys:{widest}")
-
-
-def _bands(x: Across) -> Html:
-    """Every other band is tinted, so that the eye can count them."""
-    return join(
-        tag("rect", x=x.x(band.start), y=0, width=x.x(band.end) - x.x(band.start), height=SPAN, class_="band")
-        for place, band in enumerate(x.bands)
-        if place % 2
-    )
-
-
-def _band_names(x: Across) -> list[Html]:
-    """Of many bands only the numbers, of very many only some; what is too narrow for its name goes without."""
-    many = len(x.bands) > FULL_NAMES
-    every = -(-len(x.bands) // MOST_NAMES)
-    return [
-        tag(
-            "span",
-            band.label.split()[-1] if many else band.label,
-            class_="band-name",
-            style=f"left:{number(x.x((band.start + band.end) / 2) / 10)}%",
-        )
-        for place, band in enumerate(x.bands)
-        if place % every == 0 and x.x(band.end) - x.x(band.start) > NARROW
-    ]
-
-
-def _classes(*names: str) -> str:
-    return " ".join(name for name in names if name)
+def _count(steps: int) -> str:
+    return str(steps) if steps < 10_000 else compact(steps)

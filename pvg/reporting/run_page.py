@@ -11,38 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from markupsafe import Markup
 
-import pvg
 from pvg.config.experiment import Experiment
 from pvg.config.sections import TASKS, Store
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.charts import PROVER, spark
+from pvg.reporting.axes import PROVER
+from pvg.reporting.charts import spark
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.formats import HOME, duration, figure, percent, phase_label, shown, styled
-from pvg.reporting.html import (
-    Html,
-    Piece,
-    Section,
-    badge,
-    command,
-    details,
-    div,
-    document,
-    facts,
-    join,
-    span,
-    table,
-    tag,
-)
-from pvg.reporting.learning import base_metrics, learning_section, rounds_section, scores_section
+from pvg.reporting.html import Macros, Section, elements, page
+from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
-from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import Example, Pairing, RoundScores, round_scores, side_by_side
+from pvg.reporting.table import Cell, Column, Table
 from pvg.reporting.time_sections import Window, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import UNACCOUNTED
+
+markup = Macros("run.html.j2")
 
 STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
 
@@ -115,34 +105,30 @@ def run_page(data: RunData) -> str:
         settings_section(data.experiment),
         _onwards(summary),
     ]
-    header = [_title(summary), _facts(summary), _notes([*summary.notes, *data.problems]), _tiles(summary)]
-    return document(f"{summary.name}: pvg report", header, sections, footer())
+    header = [
+        elements.title(
+            summary.name,
+            f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run",
+            summary.status,
+            STATUS[summary.status],
+        ),
+        _facts(summary),
+        elements.notes([*summary.notes, *data.problems]),
+        markup.tiles(_tiles(summary)),
+    ]
+    return page(f"{summary.name}: pvg report", header, sections)
 
 
-def footer() -> Html:
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    return tag("p", f"Written by pvg {pvg.__version__} on {written}. This file loads nothing from anywhere.")
-
-
-def _title(summary: RunSummary) -> Html:
-    return tag(
-        "h1",
-        summary.name,
-        badge(summary.status, STATUS[summary.status]),
-        span("sub", f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run"),
-    )
-
-
-def _facts(summary: RunSummary) -> Html:
+def _facts(summary: RunSummary) -> Markup:
     samples = summary.status == "samples"
-    return facts(
+    return elements.facts(
         [
             ("rounds", None if samples else f"{len(summary.rounds)} of {summary.rounds_planned}"),
             ("phase", phase_label(summary.phase) if summary.status == "unfinished" else None),
             ("time in phases", duration(summary.seconds)),
             ("begun", when(summary.began)),
-            ("pvg", summary.code_version or None),
-            ("machine", summary.machine or None),
+            ("pvg", summary.code_version),
+            ("machine", summary.machine),
             ("settings", summary.config_hash),
         ]
     )
@@ -152,15 +138,14 @@ def when(moment: float | None) -> str | None:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) if moment is not None else None
 
 
-def _notes(notes: list[str]) -> Html | None:
-    return tag("ul", *(tag("li", note) for note in notes), class_="notes") if notes else None
+Tile = tuple[str, str, str, Markup, str]  # label, value, detail, a small line, colour
 
 
-def _tiles(summary: RunSummary) -> Html | None:
+def _tiles(summary: RunSummary) -> list[Tile]:
     """The key figures: of the last finished round where rounds tell them, otherwise of the last step."""
-    base = base_metrics(summary)
+    base = base_metrics(summary.rounds)
     last = summary.rounds[max(summary.rounds)] if summary.rounds else {}
-    tiles = []
+    tiles: list[Tile] = []
     for name, style in TILES:
         series = summary.series(name, HOME.get(name)) or summary.series(name)
         by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
@@ -170,41 +155,27 @@ def _tiles(summary: RunSummary) -> Html | None:
         since = f"base {figure(name, base[name])}" if name in base else ""
         if name not in last:
             since = "last step"
-        tiles.append(_tile(shown(name).label, figure(name, value), since, spark(series or by_round, style), style))
+        tiles.append((shown(name).label, figure(name, value), since, spark(series or by_round, style), style))
     walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
     if walls:
         typical = styled("seconds", statistics.median(walls))
-        tiles.append(_tile("prover step", typical, "median", spark(walls, "ink"), "ink"))
+        tiles.append(("prover step", typical, "median", spark(walls, "ink"), "ink"))
     budget = summary.budget
     if sum(budget.values()) > 0:
         share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())
         hidden = sum(summary.hidden.values())
         detail = f"{styled('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
-        tiles.append(_tile("unaccounted", percent(share), detail, None, "ink"))
-    return div("tiles", *tiles) if tiles else None
-
-
-def _tile(label: str, value: str, detail: str, line: Html | None, style: str) -> Html:
-    return div("tile", span("label", label), span(f"value text-{style}", value), span("detail", detail), line)
+        tiles.append(("unaccounted", percent(share), detail, Markup(), "ink"))
+    return tiles
 
 
 def _alerts(summary: RunSummary) -> Section:
-    if not summary.alerts:
-        return Section("alerts", "Alerts", [])
-    rows = [
-        tag(
-            "li",
-            span("badge warn", alert.name.replace("_", " ")),
-            tag("span", alert.message),
-            span(
-                "quiet",
-                f"round {alert.round}, {phase_label(alert.phase)}"
-                + (f", step {alert.step}" if alert.step is not None else ""),
-            ),
-        )
-        for alert in summary.alerts
-    ]
-    return Section("alerts", "Alerts", [tag("ul", *rows, class_="alerts")])
+    found = []
+    for alert in summary.alerts:
+        step = "" if alert.step is None else f", step {alert.step}"
+        when_ = f"round {alert.round}, {phase_label(alert.phase)}{step}"
+        found.append((alert.name.replace("_", " "), alert.message, when_))
+    return Section("alerts", "Alerts", [markup.alerts(found)])
 
 
 def _onwards(summary: RunSummary) -> Section:
@@ -228,9 +199,7 @@ def _onwards(summary: RunSummary) -> Section:
         ("rollouts/", "every solution, with its score and grade"),
         ("weights/", "the players of each round"),
     ]
-    rows = [command(line, what) for line, what in commands]
-    lying = [command(line, what) for line, what in files]
-    body = [tag("ul", *rows, class_="commands"), tag("ul", *lying, class_="commands")]
+    body = [elements.commands(commands), elements.commands(files)]
     return Section("onwards", "Going on", body, f"The run lies in {summary.path}.")
 
 
@@ -245,44 +214,43 @@ def solutions_section(pairings: Sequence[Pairing], thresholds: dict[int, float])
     if not pairings:
         return Section("solutions", "Solutions", [])
     newest = max(pairing.round for pairing in pairings)
-    body: list[Html | None] = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
+    body = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
     for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
-        body.append(details(f"Round {round_}", *(_pair(p, thresholds) for p in pairings if p.round == round_)))
+        older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
+        body.append(elements.details(f"Round {round_}", older))
     lead = f"Round {newest}: the flaws its verifier believed most, each beside a helpful solution of the same problem."
     return Section("solutions", "Solutions", body, lead)
 
 
-def _pair(pairing: Pairing, thresholds: dict[int, float]) -> Html:
-    head = div(
-        "question",
-        span("quiet", "problem "),
-        tag("span", pairing.question, class_="given"),
-        span("quiet", " answer "),
-        tag("span", pairing.reference, class_="given"),
-    )
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A solution as the page shows it: `pieces` of its text, of which number `wrong` is marked (-1: none), and texts
+    before and after it."""
+
+    example: Example
+    score: str
+    grade: str
+    pieces: list[str]
+    wrong: int
+    before: list[str]
+    after: list[str]
+
+
+def _pair(pairing: Pairing, thresholds: dict[int, float]) -> Markup:
     threshold = thresholds.get(pairing.round)
-    sides = [_solution(side, threshold) for side in (pairing.helpful, pairing.sneaky) if side is not None]
-    return tag("article", head, div("sides", *sides), class_="pairing")
+    sides = [_side(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
+    return markup.pairing(pairing.question, pairing.reference, sides)
 
 
-def _solution(example: Example, threshold: float | None) -> Html:
-    score = None
+def _side(example: Example, threshold: float | None) -> Side:
+    score = ""
     if example.score is not None:
         verdict = "" if threshold is None else (", accepted" if example.score >= threshold else ", refused")
-        score = span("score", f"score {example.score:+.3f}{verdict}")
-    right = span("grade right" if example.correct else "grade wrong", _grade(example))
-    return div(
-        f"solution {example.role}",
-        div("who", span("role", example.role), score),
-        *(
-            []
-            if example.solver_text is None
-            else [tag("pre", f"solver: {example.solver_text[:LONGEST]}", class_="quiet")]
-        ),
-        tag("pre", marked(example.text, example.note)),
-        *(tag("pre", f"{who}: {said[:LONGEST]}", class_="quiet") for who, said in example.dialogue),
-        div("said", right, span("quiet id", example.id)),
-    )
+        score = f"score {example.score:+.3f}{verdict}"
+    pieces, wrong = text_pieces(example.text, example.note)
+    before = [] if example.solver_text is None else [f"solver: {example.solver_text[:LONGEST]}"]
+    after = [f"{who}: {said[:LONGEST]}" for who, said in example.dialogue]
+    return Side(example, score, _grade(example), pieces, wrong, before, after)
 
 
 def _grade(example: Example) -> str:
@@ -292,18 +260,16 @@ def _grade(example: Example) -> str:
     return f"{verdict}: {found}" + (f", {note}" if note else "")
 
 
-def marked(text: str, note: str) -> Html:
-    """The text with the step marked that the grader's note names, or the end where it names the final answer."""
-    cut = text[:LONGEST]
-    rest = f" … and {len(text) - LONGEST} more characters" if len(text) > LONGEST else ""
-    pieces = _pieces(cut)
+def text_pieces(text: str, note: str) -> tuple[list[str], int]:
+    """The steps of a text, and the number of the one that the grader's note names (the last one where it names the
+    final answer, -1 where it names none)."""
+    pieces = _pieces(text[:LONGEST])
     match = STEP.search(note)
-    place = (
-        int(match[1]) - 1 if match else (len(pieces) - 1 if "final answer" in note and "no final" not in note else -1)
-    )
-    if not 0 <= place < len(pieces):
-        return join([cut, rest])
-    return join([*pieces[:place], tag("mark", pieces[place], title=note), *pieces[place + 1 :], rest])
+    last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
+    place = int(match[1]) - 1 if match else last
+    wrong = place if 0 <= place < len(pieces) else -1
+    rest = [f" … and {len(text) - LONGEST} more characters"] if len(text) > LONGEST else []
+    return [*pieces, *rest], wrong
 
 
 def _pieces(text: str) -> list[str]:
@@ -321,19 +287,18 @@ UNSET = "unset"
 
 def settings_section(experiment: Experiment) -> Section:
     changed = changed_settings(experiment)
-    shown = (
-        table(
-            ["setting", "value", "default"],
-            [[tag("th", tag("code", key)), *_codes(row)] for key, row in changed.items()],
-            "settings",
-        )
-        if changed
-        else tag("p", "Nothing differs from the defaults.", class_="empty")
-    )
-    whole = details("The whole configuration", tag("pre", experiment.to_toml(), class_="toml"))
-    return Section(
-        "settings", "Settings", [shown, whole], f"What differs from the defaults. Digest {experiment.hash()}."
-    )
+    table = Table([Column("setting"), Column("value"), Column("default")], look="settings")
+    for key, values in changed.items():
+        table.add(Cell(key, "code"), *(setting_cell(value) for value in values))
+    body = [
+        table if changed else elements.empty("Nothing differs from the defaults."),
+        elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
+    ]
+    return Section("settings", "Settings", body, f"What differs from the defaults. Digest {experiment.hash()}.")
+
+
+def setting_cell(value: str) -> Cell:
+    return Cell(value, "quiet" if value == UNSET else "code")
 
 
 def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
@@ -361,11 +326,3 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def value_text(value: Any) -> str:
     return orjson.dumps(value, default=str).decode()
-
-
-def _codes(values: tuple[str, ...]) -> list[Piece]:
-    return [_code(value) for value in values]
-
-
-def _code(value: str) -> Html:
-    return tag("code", value) if value != UNSET else tag("span", UNSET, class_="quiet")

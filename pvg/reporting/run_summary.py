@@ -157,6 +157,14 @@ class RunSummary:
         return data
 
 
+def base_metrics(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """What the first round measured of the prover that the game began with."""
+    found: dict[str, float] = {}
+    for metrics in rounds.values():
+        found |= {name.removeprefix("base_"): value for name, value in metrics.items() if name.startswith("base_")}
+    return found
+
+
 def read_run(run: RunDirectory) -> RunSummary:
     """Summarise a run, finished or not. Raises ConfigurationError when its experiment.toml was damaged."""
     experiment = run.experiment()

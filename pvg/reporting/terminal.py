@@ -6,14 +6,13 @@ The live display uses the same rounds table and budget bar, so a run looks the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.style import Style as RichStyle
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.reporting.budget_parts import in_order
@@ -31,21 +30,26 @@ from pvg.reporting.formats import (
     styled,
     trend,
 )
-from pvg.reporting.run_summary import RunSummary, lag, ranges
+from pvg.reporting.run_summary import RunSummary, base_metrics, lag, ranges
 from pvg.reporting.solutions import Example
+from pvg.reporting.table import Cell, Column, Table, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
-# Column headings of the rounds table, two short lines each so that all fit in 80 columns.
-ROUND_COLUMNS = (
-    ("helpful_accuracy", "helpful\naccuracy", HELPFUL),
-    ("sneaky_error_rate", "sneaky\nerrors", SNEAKY),
-    ("fooled_rate", "fooled\nrate", SNEAKY),
-    ("fooled_rate_previous", "fooled by\nprevious", ""),
-    ("fooled_rate_base", "fooled by\nbase", ""),
-    ("verifier_auc", "verifier\nAUC", VERIFIER),
-    ("verifier_auc_previous", "AUC on\nprevious", VERIFIER),
+# Of the rounds table: metric, title, short title, style, and where the column is shown. Short titles have two lines, so
+# that all columns fit in the live display at 80 columns.
+ROUND_COLUMNS: tuple[tuple[str, Column], ...] = (
+    ("helpful_accuracy", Column("helpful accuracy", "right", "helpful", "helpful\naccuracy")),
+    ("sneaky_error_rate", Column("sneaky error rate", "right", "sneaky", "sneaky\nerrors")),
+    ("fooled_rate", Column("fooled rate", "right", "sneaky", "fooled\nrate")),
+    ("fooled_rate_previous", Column("fooled by previous", "right", "", "fooled by\nprevious")),
+    ("fooled_rate_base", Column("fooled by base", "right", "", "fooled by\nbase")),
+    ("accepted_helpful", Column("helpful accepted", "right", "helpful", on="pages")),
+    ("verifier_auc", Column("verifier AUC", "right", "verifier", "verifier\nAUC")),
+    ("verifier_auc_previous", Column("AUC on previous", "right", "verifier", "AUC on\nprevious")),
+    ("score_gap", Column("score gap", "right", on="pages")),
+    ("malformed", Column("malformed", "right", on="pages")),
 )
 
 KEY_METRICS = (
@@ -85,24 +89,20 @@ SHADES = "█▒▓░"
 
 
 def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
-    """One line per finished round, and one for the base prover where a round measured it."""
-    # Two blanks between columns: all of them fit in the live display at 80 columns.
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.header_style = table.border_style = QUIET
-    table.add_column("\nround", justify="right")
-    for _, heading, style in ROUND_COLUMNS:
-        table.add_column(heading, justify="right", style=style)
-    base = {
-        name: metrics[f"base_{name}"]
-        for metrics in rounds.values()
-        for name, _, _ in ROUND_COLUMNS
-        if f"base_{name}" in metrics
+    """One line per finished round, and one for the base prover where a round measured it. A page leaves out what no
+    round measured; the live display keeps its columns."""
+    measured = {name for metrics in rounds.values() for name in metrics}
+    columns = {
+        name: column if name in measured else replace(column, on="terminal")
+        for name, column in ROUND_COLUMNS
+        if name in measured or column.on == "everywhere"
     }
+    table = Table([Column("round", "right", short="\nround"), *columns.values()], narrow=True)
+    base = base_metrics(rounds)
     if base:
-        table.add_row("base", *(figure(name, base[name]) if name in base else "" for name, _, _ in ROUND_COLUMNS))
+        table.add("base", *(figure(name, base.get(name)) for name in columns))
     for number in sorted(rounds):
-        metrics = rounds[number]
-        table.add_row(str(number), *(figure(name, metrics.get(name)) for name, _, _ in ROUND_COLUMNS))
+        table.add(str(number), *(figure(name, rounds[number].get(name)) for name in columns))
     return table
 
 
@@ -222,37 +222,32 @@ def headline(summary: RunSummary) -> Text:
 
 
 def phases_table(summary: RunSummary) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET, expand=True)
-    table.add_column("round", justify="right", no_wrap=True)
-    table.add_column("phase", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("", style=QUIET, overflow="fold", ratio=1)
+    columns = [Column("round", "right"), Column("phase"), Column("steps", "right"), Column("time", "right")]
+    table = Table(
+        [*(replace(column, wrap=False) for column in columns), Column("", style="verifier"), Column("", style="quiet")]
+    )
     longest = max((phase.seconds for phase in summary.phases if phase.seconds is not None), default=0.0)
     for phase in summary.phases:
-        bar = "━" * round(8 * phase.seconds / longest) if phase.seconds and longest > 0 else ""
-        facts = "  ".join(f"{shown(name).label} {figure(name, value)}" for name, value in phase.highlights())
-        table.add_row(
+        table.add(
             str(phase.round),
             phase_label(phase.phase),
             str(phase.steps) if phase.steps else "",
-            duration(phase.seconds) if phase.finished else Text("unfinished", style="yellow"),
-            Text.assemble((f"{bar:<8}", VERIFIER), "  ", facts),
+            Cell(duration(phase.seconds)) if phase.finished else Cell("unfinished", "badge warn"),
+            Cell(bar=phase.seconds / longest if phase.seconds and longest > 0 else 0.0),
+            "  ".join(f"{shown(name).label} {figure(name, value)}" for name, value in phase.highlights()),
         )
     return table
 
 
 def metrics_table(summary: RunSummary) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("")
-    for heading in ("first", "last", "lowest", "highest"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("over the steps", style=VERIFIER, no_wrap=True)
+    titles = ("first", "last", "lowest", "highest")
+    columns = [Column(), *(Column(title, "right", wrap=False) for title in titles)]
+    table = Table([*columns, Column("over the steps", style="verifier", wrap=False)])
     for name in KEY_METRICS:
         values = summary.series(name, HOME.get(name)) or summary.series(name)
         if values:
             ends = (values[0], values[-1], min(values), max(values))
-            table.add_row(shown(name).label, *(figure(name, value) for value in ends), trend(name, values, 24))
+            table.add(shown(name).label, *(figure(name, value) for value in ends), trend(name, values, 24))
     return table
 
 
@@ -292,19 +287,17 @@ class Curves:
 
 def overlap_table(summary: RunSummary) -> Table:
     """The parts that other work has hidden, wholly or in part."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column("overlapped")
-    for heading in ("busy", "exposed", "hidden"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    titles = ("busy", "exposed", "hidden")
+    table = Table([Column("overlapped"), *(Column(title, "right", wrap=False) for title in titles)])
     for part, hidden in sorted(summary.hidden.items(), key=lambda pair: -pair[1]):
         busy = summary.busy[part]
-        table.add_row(part.replace("_", " "), short_seconds(busy), short_seconds(busy - hidden), short_seconds(hidden))
+        table.add(part.replace("_", " "), short_seconds(busy), short_seconds(busy - hidden), short_seconds(hidden))
     return table
 
 
-def machine_table(summary: RunSummary) -> Table | None:
+def machine_table(summary: RunSummary) -> RichTable | None:
     """One line each on the device, the peak memory and the event loop; None for runs that recorded none of them."""
-    table = Table.grid(padding=(0, 2, 0, 0))
+    table = RichTable.grid(padding=(0, 2, 0, 0))
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style=VERIFIER, no_wrap=True)
@@ -401,23 +394,15 @@ def several(
     """Runs side by side: how far each is, what they came to in `metrics`, and in which settings they differ."""
     parts: list[RenderableType] = [headline(summary) for summary in summaries]
     if metrics:
-        table = _side_by_side("metric", names)
+        table = Table(side_by_side("metric", names))
         for name in metrics:
-            table.add_row(shown(name).label, *(figure(name, final.get(name)) for final in finals))
+            table.add(shown(name).label, *(figure(name, final.get(name)) for final in finals))
         parts += section("After the last finished round", table)
-    table = _side_by_side("setting", names)
+    table = Table(side_by_side("setting", names))
     for key, values in settings.items():
-        table.add_row(key, *values)
+        table.add(key, *values)
     parts += section("Settings that differ", table if settings else Text("None.", style=QUIET))
     return Group(*parts)
-
-
-def _side_by_side(heading: str, names: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET)
-    table.add_column(heading)
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
 
 
 # Small plots for the terminal: curves of dots (braille, two by four in a cell), with an axis that marks the rounds.

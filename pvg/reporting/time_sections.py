@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from markupsafe import Markup
 
-from pvg.reporting.axes import SPAN, Key, figure, legend, nice_axis, svg, swatch
+from pvg.reporting.axes import PROVER, SPAN, VERIFIER, Steps, nice_axis
 from pvg.reporting.budget_parts import MEANING, Part, by_family, in_order
-from pvg.reporting.charts import PROVER, VERIFIER, Steps, stacked_chart, stacked_row
+from pvg.reporting.charts import Label, stacked_chart, stacked_row
 from pvg.reporting.formats import duration, percent, phase_label, styled, total_budget
-from pvg.reporting.html import Html, Piece, Section, div, empty, join, number, span, subheading, table, tag
+from pvg.reporting.html import Key, Section, chart, elements, number
 from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
+from pvg.reporting.table import Cell, Column, Table
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
 NOTEWORTHY = 2e-3  # of the time: less overlap than this needs no columns
@@ -26,11 +28,11 @@ def time_section(summary: RunSummary) -> Section:
     budget = whole_budget(summary)
     if not budget:
         return Section("time", "Time", [])
-    body: list[Html | None] = [
+    body = [
         stacked_row(budget, sum(budget.values()), "The whole time by part"),
         _families(budget),
         parts_table(budget, summary.busy, summary.budget),
-        subheading("By phase"),
+        elements.subheading("By phase"),
         _phases(summary),
         *_step_charts(summary),
     ]
@@ -59,58 +61,49 @@ def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
     return " ".join(words)
 
 
-def _families(budget: dict[str, float]) -> Html | None:
+def _families(budget: dict[str, float]) -> Markup:
     total = sum(budget.values())
-    return legend(
-        Key(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
-        for family, seconds in by_family(budget).items()
+    return chart.legend(
+        [
+            Key(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
+            for family, seconds in by_family(budget).items()
+        ]
     )
 
 
-def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Html:
+def box_key(part: Part) -> Key:
+    """A part of a budget in a legend."""
+    return Key(part.label, part.style, shape="box")
+
+
+def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
     """Exposed seconds by part; where work overlapped, also what was worked in all and what of it was hidden.
 
     `busy` is known of the steps (whose exposed time is `steps`); what lies outside of them overlaps with nothing.
     """
     total = sum(budget.values())
     over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
-    overlapped = sum(over.values()) > NOTEWORTHY * total
-    rows: list[list[Piece]] = []
+    hidden = sum(over.values())
     largest = max(budget.values(), default=0.0)
+    titles = ["", "exposed", "share", "busy", "hidden"] if hidden > NOTEWORTHY * total else ["", "exposed", "share"]
+    table = Table([Column("part"), *(Column(title, "right") for title in titles)], look="parts")
+
+    def add(first: Cell, bar: Cell, exposed: float, covered: float) -> None:
+        numbers = [styled("seconds", exposed), percent(exposed / total), styled("seconds", exposed + covered)]
+        last = styled("seconds", covered) if covered > 1e-4 * total else ""
+        table.add(first, bar, *[*numbers, last][: len(titles) - 1])
+
     for part in in_order({**budget, **busy}):
         exposed = budget.get(part.name, 0.0)
-        row: list[Piece] = [
-            tag("th", swatch(Key(part.label, part.style, shape="box")), part.label),
-            _in_cell_bar(exposed, largest, part.style),
-            styled("seconds", exposed),
-            percent(exposed / total),
-        ]
-        if overlapped:
-            hidden = over.get(part.name, 0.0)
-            row += [styled("seconds", exposed + hidden), styled("seconds", hidden) if hidden > 1e-4 * total else ""]
-        rows.append(row)
-    head: list[Piece] = ["part", "", "exposed", "share"]
-    sums: list[Piece] = [tag("th", "all"), "", styled("seconds", total), "100 %"]
-    note = None
-    if overlapped:
-        hidden = sum(over.values())
-        head += ["busy", "hidden"]
-        sums += [styled("seconds", total + hidden), styled("seconds", hidden)]
-        note = tag(
-            "p",
-            "Exposed: the run waited for it. Hidden: it ran while the run did something else; busy is both.",
-            class_="note",
-        )
-    rows.append(sums)
-    return join([table(head, rows, "figures parts"), note])
+        bar = Cell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
+        add(Cell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
+    add(Cell("all"), Cell(), total, hidden)
+    if len(titles) > 3:
+        table.caption = "Exposed: the run waited for it. Hidden: it ran while the run did something else; busy is both."
+    return table
 
 
-def _in_cell_bar(value: float, largest: float, style: str) -> Html:
-    width = 100 * value / largest if largest > 0 else 0.0
-    return tag("td", div("cell-bar", span(f"fill-box {style}", style=f"width:{width:.2f}%")), class_="wide-cell")
-
-
-def _phases(summary: RunSummary) -> Html:
+def _phases(summary: RunSummary) -> Markup:
     """Every phase as a bar of its parts, all on one scale."""
     rows = [(f"round {p.round}", phase_label(p.phase), _phase_budget(p, summary.steps), p) for p in summary.phases]
     if len(rows) > MOST_PHASES:
@@ -121,20 +114,11 @@ def _phases(summary: RunSummary) -> Html:
     else:
         drawn = [(round_, label, budget, "" if p.finished else "unfinished") for round_, label, budget, p in rows]
     longest = max((sum(budget.values()) for _, _, budget, _ in drawn), default=0.0)
-    before, lines = "", []
+    lines = []
     for round_, label, budget, remark in drawn:
-        seconds = sum(budget.values())
-        lines.append(
-            div(
-                "phase-row" if round_ == before else "phase-row first",
-                span("phase-round", round_ if round_ != before else ""),
-                span("phase-name", label),
-                stacked_row(budget, longest, f"{round_} {label}: {duration(seconds)}"),
-                span("phase-time", duration(seconds), span("badge warn", remark) if remark else None),
-            )
-        )
-        before = round_
-    return div("phases", *lines)
+        seconds = duration(sum(budget.values()))
+        lines.append((round_, label, stacked_row(budget, longest, f"{round_} {label}: {seconds}"), seconds, remark))
+    return chart.phase_rows(lines)
 
 
 def _phase_budget(phase: PhaseSummary, steps: list[StepRecord]) -> dict[str, float]:
@@ -142,7 +126,7 @@ def _phase_budget(phase: PhaseSummary, steps: list[StepRecord]) -> dict[str, flo
     return total_budget([*own, phase.budget])
 
 
-def _step_charts(summary: RunSummary) -> list[Html | None]:
+def _step_charts(summary: RunSummary) -> list[Markup]:
     """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
     charts = []
     for phase, title in ((PROVER, "One prover step after the other"), (VERIFIER, "One verifier step after the other")):
@@ -154,11 +138,11 @@ def _step_charts(summary: RunSummary) -> list[Html | None]:
 
 def overlap_section(windows: list[Window], damaged: int, *, has_steps: bool) -> Section:
     """The Gantt charts."""
-    body: list[Html | None] = [gantt(window) for window in windows]
+    body = [gantt(window) for window in windows]
     if not windows and has_steps:
-        body = [empty("spans.jsonl holds no spans of these steps.")]
+        body = [elements.empty("spans.jsonl holds no spans of these steps.")]
     if damaged:
-        body.append(empty(f"{damaged} lines of spans.jsonl could not be read."))
+        body.append(elements.empty(f"{damaged} lines of spans.jsonl could not be read."))
     lead = (
         "A few steps from the middle of each phase, as they ran. Spans nest downwards; each lane is one task or thread."
     )
@@ -338,32 +322,33 @@ ROW = 20  # pixels of one row of a lane
 LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
 
 
-def gantt(window: Window) -> Html:
+def gantt(window: Window) -> Markup:
     """The lanes of a window over one time axis; the beginnings of its steps are marked."""
     parts = {part.name: part for part in in_order({block.name for lane in window.lanes for block in lane.blocks})}
-    marks = tuple(at / window.seconds for _, at in window.starts)
-    lanes = [_drawn_lane(lane, window.seconds, parts, marks) for lane in window.lanes]
-    names = [
-        span("step-name", f"step {step}", style=f"left:{number(100 * at / window.seconds)}%")
-        for step, at in window.starts
+    starts = [(step, at / window.seconds) for step, at in window.starts]
+    marks = [
+        chart.shape("path", d=f"M{number(SPAN * share)} 0V{number(SPAN)}", class_="step-mark") for _, share in starts
     ]
     axis = nice_axis([0.0, window.seconds], "seconds", most_ticks=6)
     ticks = [
-        tag("span", label, style=f"left:{number(100 * at / window.seconds)}%")
+        (at / window.seconds, label)
         for at, (_, label) in zip(axis.ticks, axis.labels(), strict=True)
         if at <= window.seconds * 1.001
     ]
+    body = chart.lanes(
+        steps=[(f"step {step}", "step-name", f"left:{number(100 * share)}%") for step, share in starts],
+        rows=[_drawn_lane(lane, window.seconds, parts, marks) for lane in window.lanes],
+        axis=chart.ticks(ticks),
+    )
     chosen = window.choice
     missing = sum(lane.left_out for lane in window.lanes)
-    return figure(
+    return chart.figure(
         f"{phase_label(chosen.phase).capitalize()}, round {chosen.round}",
-        div("lane head", span("lane-name"), div("area", *names)),
-        *lanes,
-        div("lane foot", span("lane-name"), div("area", div("xs", *ticks))),
+        body,
         unit=f"{_steps(chosen.steps)}, {styled('seconds', window.seconds)}",
-        keys=[Key(part.label, part.style, shape="box") for part in parts.values()],
+        keys=[box_key(part) for part in parts.values()],
         note=f"{missing} spans that ran beside many others are not drawn." if missing else "",
-        class_="wide gantt",
+        look="wide gantt",
     )
 
 
@@ -371,17 +356,19 @@ def _steps(steps: tuple[int, ...]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _drawn_lane(lane: Lane, seconds: float, parts: dict[str, Part], marks: tuple[float, ...]) -> Html:
+def _drawn_lane(
+    lane: Lane, seconds: float, parts: dict[str, Part], marks: list[Markup]
+) -> tuple[str, Markup, list[Label], int]:
+    """A lane's name, drawing, texts, and height in pixels."""
     height = SPAN / max(1, lane.rows)
-    drawn = [tag("path", d=f"M{number(SPAN * mark)} 0V{number(SPAN)}", class_="step-mark") for mark in marks]
-    labels = []
+    drawn, texts = list(marks), []
     for block in lane.blocks:
         part = parts[block.name]
         left, width = block.start_s / seconds, (block.end_s - block.start_s) / seconds
         drawn.append(
-            tag(
+            chart.shape(
                 "rect",
-                tag("title", _words(block.name, block.count, block.worked_s)),
+                _said_of(block),
                 x=SPAN * left,
                 y=height * (block.row + 0.06),
                 width=max(SPAN * width, 0.6),  # a span of any length can be seen
@@ -391,13 +378,11 @@ def _drawn_lane(lane: Lane, seconds: float, parts: dict[str, Part], marks: tuple
         )
         if width > LETTERS * (len(part.label) + 1):
             place = f"left:{number(100 * left)}%;width:{number(100 * width)}%;top:{number(ROW * block.row)}px"
-            labels.append(tag("span", part.label, class_=f"block-name on-{part.style}", style=place))
-    label = f"{lane.track}: {len(lane.blocks)} spans"
-    area = div("area", svg(*drawn, label=label), *labels, style=f"height:{ROW * max(1, lane.rows)}px")
-    return div("lane", span("lane-name", lane.track), area)
+            texts.append((part.label, f"block-name on-{part.style}", place))
+    drawing = chart.drawing(drawn, f"{lane.track}: {len(lane.blocks)} spans")
+    return lane.track, drawing, texts, ROW * max(1, lane.rows)
 
 
-def _words(name: str, count: int, worked_s: float) -> str:
-    many = f"{count} × " if count > 1 else ""
-    together = " in all" if count > 1 else ""
-    return f"{many}{name.replace('_', ' ')}: {worked_s * 1e3:.4g} ms{together}"
+def _said_of(block: Block) -> str:
+    many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
+    return f"{many}{block.name.replace('_', ' ')}: {block.worked_s * 1e3:.4g} ms{together}"
