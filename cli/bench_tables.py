@@ -17,7 +17,7 @@ from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.runner import WALL
 from pvg.bench.statistics import RatioInterval, median
-from pvg.reporting.figures import duration, sparkline
+from pvg.reporting.formats import duration, sparkline
 from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
 
 BETTER = {"lower": "↓", "higher": "↑"}

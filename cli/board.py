@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pvg.reporting.figures import HOME, total_budget
+from pvg.reporting.formats import HOME, total_budget
 from pvg.telemetry.observer import PhaseInfo, Progress
 
 if TYPE_CHECKING:

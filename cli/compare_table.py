@@ -26,7 +26,7 @@ from pvg.bench.compare import (
     word,
 )
 from pvg.bench.statistics import RatioInterval
-from pvg.reporting.figures import peak_words
+from pvg.reporting.formats import peak_words
 from pvg.reporting.terminal import HEADING, QUIET
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}

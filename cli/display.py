@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.board import Board
-from pvg.reporting.figures import clock, compact, duration, figure, phase_label, shown, trend
+from pvg.reporting.formats import clock, compact, duration, figure, phase_label, shown, trend
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
 from pvg.telemetry.observer import PhaseInfo, Progress
 

@@ -140,7 +140,7 @@ def _tell(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bo
     from cli.output import stdout
     from cli.runs import report_command
     from pvg.evaluation.report import REPORT_FILE
-    from pvg.reporting.evaluation_tables import evaluation_tables
+    from pvg.reporting.evaluation import evaluation_tables
 
     stopped = outcome.status == "interrupted"
     if as_json:

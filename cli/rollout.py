@@ -73,8 +73,8 @@ def rollout(
 def _tell(outcome: GameOutcome, as_json: bool) -> None:
     from cli.output import stdout
     from cli.runs import report_command
-    from pvg.reporting.examples import choose_examples
     from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
     from pvg.reporting.terminal import report
     from pvg.store.run_directory import RunDirectory
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.output import stderr, stdout
-from pvg.reporting.figures import clock, compact, duration
+from pvg.reporting.formats import clock, compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import ServerLoad

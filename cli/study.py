@@ -217,7 +217,7 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> st
 
 def _write(plan: StudyPlan, folder: StudyFolder, command: str, markdown: Path | None) -> StudyResults:
     """Make the results of what is there, and write the document and the page."""
-    from pvg.reporting.page.document import write_page
+    from pvg.reporting.html import write_page
     from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
 

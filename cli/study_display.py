@@ -19,7 +19,7 @@ from rich.text import Text
 
 from cli.display import WIDEST
 from cli.output import stderr
-from pvg.reporting.figures import clock, duration, figure, phase_label, shown
+from pvg.reporting.formats import clock, duration, figure, phase_label, shown
 from pvg.reporting.terminal import QUIET
 from pvg.study.cells import CellProgress
 from pvg.study.measures import StudyMeasure

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.output import quiet_table
-from pvg.reporting.figures import duration
+from pvg.reporting.formats import duration
 from pvg.reporting.terminal import HEADING, QUIET, section
 from pvg.study.cells import CellProgress
 from pvg.study.plan import StudyEvaluation, StudyFile, StudyPlan

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pvg.errors import PvgError
-from pvg.reporting.figures import total_budget
+from pvg.reporting.formats import total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
@@ -155,6 +155,14 @@ class RunSummary:
         data["seconds"] = self.seconds
         data["rounds"] = [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)]
         return data
+
+
+def base_metrics(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """What the first round measured of the prover that the game began with."""
+    found: dict[str, float] = {}
+    for metrics in rounds.values():
+        found |= {name.removeprefix("base_"): value for name, value in metrics.items() if name.startswith("base_")}
+    return found
 
 
 def read_run(run: RunDirectory) -> RunSummary:

@@ -21,7 +21,7 @@ import orjson
 from pvg.config.experiment import nearest
 from pvg.errors import ConfigurationError
 from pvg.records import BASE_SOURCE, source_of_round
-from pvg.reporting.figures import Style, shown
+from pvg.reporting.formats import Style, shown
 from pvg.reporting.run_summary import RunSummary, read_run
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS

@@ -4,12 +4,16 @@ page share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-from pvg.reporting.figures import ABSENT, Style, styled
+from pvg.reporting.formats import ABSENT, Style, styled
+from pvg.reporting.table import Cell, Column, Table
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
 from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
+
+if TYPE_CHECKING:
+    from pvg.reporting.html import Key
 
 
 def value_text(measure: MeasureRecord, value: float | None) -> str:
@@ -217,17 +221,17 @@ def markdown_text(results: StudyResults) -> str:
     parts = [f"## {results.name}"]
     if results.about:
         parts.append(_escaped(results.about))
-    parts += ["### Measures after the last round", _means(results)]
-    if rounds := _rounds(results):
+    parts += ["### Measures after the last round", means_table(results).to_markdown()]
+    if rounds := rounds_table(results):
         parts += [
             "### After each round",
             "The mean, or of censored values the median, and the range over seeds.",
-            rounds,
+            rounds.to_markdown(),
         ]
     if results.comparisons:
-        parts += [f"### Against {results.reference}, paired by seed", _comparisons(results)]
-    if trends := _trends(results):
-        parts += ["### Over the rounds", trends]
+        parts += [f"### Against {results.reference}, paired by seed", comparisons_table(results).to_markdown()]
+    if trends := trends_table(results):
+        parts += ["### Over the rounds", trends.to_markdown()]
     if told := cautions(results):
         parts.append("\n".join(f"- {_escaped(sentence)}" for sentence in told))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
@@ -239,59 +243,58 @@ def markdown_text(results: StudyResults) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _means(results: StudyResults) -> str:
-    head = ["measure", "arm", "n", "mean", "95 % interval", "range"]
-    rows = []
+def means_table(results: StudyResults) -> Table:
+    titles = ("n", "mean", "95 % interval", "range")
+    table = Table([Column("measure", once=True), Column("arm"), *(Column(title, "right") for title in titles)])
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).summary
-            told = [middle_text(measure, found), spread_text(measure, found), range_text(measure, found)]
-            rows.append([measure.label, arm.name, f"{found.n} of {len(results.seeds)}", *told])
-    return _table(head, rows)
+            texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
+            table.add(measure.label, arm.name, f"{found.n} of {len(results.seeds)}", *texts)
+    return table
 
 
-def _rounds(results: StudyResults) -> str:
+def rounds_table(results: StudyResults) -> Table:
+    """The middle and the range after each round; without rows for games of one round."""
     by_round = [measure for measure in results.measures if measure.by_round]
     found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
     count = max((len(rounds) for *_, rounds in found), default=0)
-    if count < 2:
-        return ""
-    rows = []
-    for measure, arm, rounds in found:
-        cells = [middle_text(measure, summary) for summary in rounds]
-        ranges = [range_text(measure, summary) for summary in rounds]
-        told = [
-            cell if cell.endswith(range_) else f"{cell} ({range_})" for cell, range_ in zip(cells, ranges, strict=True)
-        ]
-        rows.append([measure.label, arm, *told, *[ABSENT] * (count - len(told))])
-    return _table(["measure", "arm", *(f"round {number}" for number in range(count))], rows)
+    columns = (Column(f"round {number}", "right") for number in range(count))
+    table = Table([Column("measure", once=True), Column("arm"), *columns])
+    for measure, arm, rounds in found if count > 1 else ():
+        cells = []
+        for summary in rounds:
+            middle, reach = middle_text(measure, summary), range_text(measure, summary)
+            cells.append(middle if middle.endswith(reach) else f"{middle} ({reach})")
+        table.add(measure.label, arm, *cells, *[ABSENT] * (count - len(cells)))
+    return table
 
 
-def _comparisons(results: StudyResults) -> str:
+def comparisons_table(results: StudyResults, keys: Mapping[str, Key] | None = None) -> Table:
+    """Each arm less the reference. `keys`: the arms' swatches on a page."""
+    titles = ("difference", "95 % interval", "seeds", "p")
+    adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
+    table = Table([Column("measure", once=True), Column("arm"), *(Column(t, "right") for t in titles), adjusted])
     measures = {measure.name: measure for measure in results.measures}
-    head = ["measure", "arm", "difference", "95 % interval", "seeds", "p", f"Holm's p of {results.family}"]
-    rows = [
-        [measures[found.measure].label, found.arm, *comparison_cells(measures[found.measure], found.comparison)]
-        for found in results.comparisons
-    ]
-    return _table(head, rows)
+    for found in results.comparisons:
+        measure, arm = measures[found.measure], Cell(found.arm, key=(keys or {}).get(found.arm))
+        table.add(measure.label, arm, *comparison_cells(measure, found.comparison))
+    return table
 
 
-def _trends(results: StudyResults) -> str:
-    head = ["measure", "arm", "last - first", "95 % interval", "seeds", "tau", "p"]
-    rows = [
-        [measure.label, arm.name, *trend_cells(measure, found)]
-        for measure in results.measures
-        for arm in results.arms
-        if (found := results.result(arm.name, measure.name).trend) is not None and found.n
-    ]
-    return _table(head, rows) if rows else ""
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    first = [_escaped(cell) for cell in head]
-    lines = [first, ["---"] * len(first), *([_escaped(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def trends_table(results: StudyResults, keys: Mapping[str, Key] | None = None) -> Table:
+    """The last round less the first. `keys`: the arms' swatches on a page."""
+    titles = ("last - first", "95 % interval", "seeds", "tau", "p")
+    hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
+    columns = (Column(title, "right", hint=hint if title == "tau" else "") for title in titles)
+    table = Table([Column("measure", once=True), Column("arm"), *columns])
+    for measure in results.measures:
+        for arm in results.arms:
+            found = results.result(arm.name, measure.name).trend
+            if found is not None and found.n:
+                name = Cell(arm.name, key=(keys or {}).get(arm.name))
+                table.add(measure.label, name, *trend_cells(measure, found))
+    return table
 
 
 def _escaped(text: str) -> str:

@@ -5,7 +5,7 @@
 
 The full name is the one that the sinks use; in metrics.jsonl the same value stands under the name after the slash, in
 a record of the kind that the part before the slash tells (`KINDS`). Numbered names (gpu0_power_w) stand here once,
-as gpu{i}_power_w. How a metric is labelled in a terminal or on a page is in pvg.reporting.figures, not here.
+as gpu{i}_power_w. How a metric is labelled in a terminal or on a page is in pvg.reporting.formats, not here.
 """
 
 from __future__ import annotations

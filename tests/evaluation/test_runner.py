@@ -24,7 +24,7 @@ from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.game.ledger import Ledger, check_same_code
 from pvg.game.run import play
-from pvg.reporting.page.run_page import collect, run_page
+from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory

@@ -13,9 +13,8 @@ from pvg.config.experiment import valid_keys
 from pvg.config.sections import Telemetry
 from pvg.errors import UsageError
 from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
-from pvg.reporting.diagnosis.lines import parse_line
+from pvg.reporting.diagnosis.log_events import DONE_TRACES, OPEN_TRACES, parse_line
 from pvg.reporting.diagnosis.tally import NAMES, Tally
-from pvg.reporting.diagnosis.updates import DONE_TRACES, OPEN_TRACES
 from pvg.telemetry.event_loop import LagWindow
 
 

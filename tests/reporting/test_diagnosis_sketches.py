@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.diagnosis.lines import Event
-from pvg.reporting.diagnosis.sketches import (
+from pvg.reporting.diagnosis.log_events import Event
+from pvg.reporting.diagnosis.tally import (
     EXACT_VALUES,
     LARGEST,
     PAIRS,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.figures import (
+from pvg.reporting.formats import (
     BARS,
     compact,
     duration,

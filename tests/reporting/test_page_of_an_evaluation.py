@@ -5,8 +5,8 @@ from __future__ import annotations
 from page_checks import Page
 
 from pvg.evaluation.report import Detection, EvaluationReport, FlawDetection, NumberRecord, RoundEvaluation
-from pvg.reporting.page.evaluation import evaluation_section
-from pvg.reporting.page.markup import join
+from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.html import page
 
 NUMBER = NumberRecord(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 BAND = [(0.0, 0.0, None, None), (0.25, 0.5, 0.25, 0.75), (0.5, 0.75, 0.5, 1.0), (1.0, 1.0, None, None)]
@@ -29,7 +29,7 @@ def page_of(*sources: FlawDetection) -> Page:
         rounds_finished=1, rounds_planned=1, settings={"confidence": 0.95},
         rounds=[RoundEvaluation(round=0, detection=detection)],
     )  # fmt: skip
-    return Page(join(piece for piece in evaluation_section(report).body if piece is not None))
+    return Page(page("evaluation", [], [evaluation_section(report)]))
 
 
 def areas(page: Page) -> list[tuple[str, str]]:

@@ -9,9 +9,8 @@ import pytest
 from run_samples import begin, commit, rollout, state, tell
 
 from pvg.records import Grade, Role, Rollout
-from pvg.reporting.examples import side_by_side
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.scores import round_scores
+from pvg.reporting.solutions import round_scores, side_by_side
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 

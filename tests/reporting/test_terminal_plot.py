@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.terminal_plot import ROWS, Curve, plot
+from pvg.reporting.terminal import ROWS, Curve, plot
 
 
 def dots(line: str) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pvg.reporting.figures import SHOWN
+from pvg.reporting.formats import SHOWN
 from pvg.telemetry import catalogue
 from pvg.telemetry.catalogue import METRICS, PAGE, UNITS, metric, unknown_metrics
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pvg.config.sections import Telemetry
-from pvg.reporting.diagnosis.lines import Event
-from pvg.reporting.diagnosis.sketches import Related
-from pvg.reporting.diagnosis.tally import Tally
+from pvg.reporting.diagnosis.log_events import Event
+from pvg.reporting.diagnosis.tally import Related, Tally
 from pvg.telemetry.core_waits import SHARED
 
 LEAST_SHARE = 0.05  # of the time: mending less than that is lost in the noise between two runs on one machine

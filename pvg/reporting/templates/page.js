@@ -14,7 +14,7 @@
   };
   const hide = () => { tip.hidden = true; document.querySelectorAll(".cross").forEach((line) => line.remove()); };
 
-  // --- numbers, as pvg/reporting/figures.py writes them
+  // --- numbers, as pvg/reporting/formats.py writes them
   const clock = (seconds) => {
     const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
     return s < 3600 ? Math.floor(s / 60) + ":" + two(s % 60) : Math.floor(s / 3600) + ":" + two(Math.floor(s / 60) % 60) + ":" + two(s % 60);

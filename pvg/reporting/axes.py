@@ -1,4 +1,4 @@
-"""From numbers to places and labels on an axis: round ticks, ranges, series thinned without hiding what they did.
+"""From numbers to places and labels on an axis: round ticks, ranges, steps and rounds along the x axis.
 
 Pure functions. Places run from 0 to `SPAN` in both directions of a chart; y grows downwards, as in SVG.
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pvg.reporting.figures import Style, compact, short_seconds
+from pvg.reporting.formats import Style, compact, short_seconds
+from pvg.reporting.run_summary import StepRecord
 
 SPAN = 1000.0  # a chart's own units: its SVG is stretched to whatever room there is
 MOST_POINTS = 240  # of one line; more than a line's pixels only cost bytes
+
+FULL_NAMES, MOST_NAMES = 4, 12  # bands that are named in full, and at all
+NARROW = 0.02 * SPAN
+SMOOTHED_FROM = 12  # points: a shorter line needs no mean through it
 
 Point = tuple[float, float]
 
@@ -170,3 +175,146 @@ def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], l
             breaks.append(index)
         places.append(time - times[0] - skipped)
     return places, breaks
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A stretch of the x axis with a name of its own, such as a round."""
+
+    start: float
+    end: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """The x axis: its ends, its unit, ticks (place, label), and bands. `counts` names what is counted within a band."""
+
+    low: float
+    high: float
+    label: str = ""
+    ticks: tuple[tuple[float, str], ...] = ()
+    bands: tuple[Band, ...] = ()
+    counts: str = ""
+    style: Style = "number"
+
+    def x(self, value: float) -> float:
+        return SPAN * (value - self.low) / ((self.high - self.low) or 1.0)
+
+
+def across_rounds(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> Across:
+    """The x axis of charts by round, with at most twelve ticks. `base`: the base prover stands before the first."""
+    numbers = sorted(numbers) or [0]
+    every = -(-len(numbers) // MOST_NAMES)
+    ticks = [(float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0]
+    first = numbers[0] - 1 if base else numbers[0]
+    return Across(
+        first - margin, numbers[-1] + margin, "round", ((float(first), "base"), *ticks) if base else tuple(ticks)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
+    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
+    (place, low, high) of a band around the line. `whiskers`: likewise, the intervals of its points."""
+
+    name: str
+    pieces: Sequence[Sequence[Point]]
+    style: str
+    dash: str = ""
+    smooth: bool = False
+    dots: bool = False
+    bare: bool = False
+    spread: Sequence[tuple[float, float, float]] = ()
+    whiskers: Sequence[tuple[float, float, float]] = ()
+
+    @property
+    def values(self) -> list[float]:
+        return [y for piece in self.pieces for _, y in piece]
+
+
+PROVER, VERIFIER = "train_prover", "train_verifier"
+COUNTED = {PROVER: "prover step", VERIFIER: "verifier step", "mint": "rollout", "init": "rollout"}
+
+
+class Steps:
+    """The steps of `phase`, with their place on the axis: the steps of earlier rounds come before.
+
+    `longest`: the rounds' lengths to lay them out by, where several runs share the axis; default: their own.
+    """
+
+    def __init__(self, steps: Sequence[StepRecord], phase: str, longest: dict[int, int] | None = None) -> None:
+        self.phase = phase
+        self.rounds: dict[int, list[StepRecord]] = {}
+        for step in steps:
+            if step.phase == phase:
+                self.rounds.setdefault(step.round, []).append(step)
+        self.lengths = longest or {round_: max(s.step for s in found) for round_, found in self.rounds.items()}
+        self.offsets: dict[int, int] = {}
+        total = 0
+        for round_ in sorted(self.lengths):
+            self.offsets[round_] = total
+            total += self.lengths[round_]
+        self.total = total
+
+    def __bool__(self) -> bool:
+        return bool(self.rounds)
+
+    @property
+    def smoothed(self) -> bool:
+        """Whether a mean is drawn through the lines of any round."""
+        return any(len(found) >= SMOOTHED_FROM for found in self.rounds.values())
+
+    def across(self) -> Across:
+        """The axis, with a band per round."""
+        bands = tuple(Band(at, at + self.lengths[round_], f"round {round_}") for round_, at in self.offsets.items())
+        last = max(self.offsets, default=0)
+        ticks = [(float(at), _count(at)) for round_, at in self.offsets.items() if self._roomy(round_, last)]
+        ticks.append((float(self.total), _count(self.total)))
+        counted = COUNTED.get(self.phase, "step")
+        label = f"{counted}s" + (", rounds above" if len(bands) > FULL_NAMES else "")
+        return Across(0.0, float(self.total), label, tuple(ticks), bands if len(bands) > 1 else (), counted)
+
+    def _roomy(self, round_: int, last: int) -> bool:
+        """Whether a round's beginning gets a label: of very many rounds only some do."""
+        every = -(-len(self.offsets) // 5)
+        place = sorted(self.offsets).index(round_)
+        return place % every == 0 and (round_ != last or self.lengths[round_] * 8 > self.total)
+
+    def place(self, step: StepRecord) -> float:
+        return float(self.offsets[step.round] + step.step)
+
+    def pieces(self, value: Callable[[StepRecord], float | None]) -> list[list[Point]]:
+        """One piece per round; steps without the value are skipped."""
+        found = []
+        for round_ in sorted(self.rounds):
+            points = [(self.place(s), y) for s in self.rounds[round_] if (y := value(s)) is not None]
+            if points:
+                found.append(points)
+        return found
+
+    def line(self, metric: str, name: str, style: str, dash: str = "", *, smooth: bool = True) -> Line:
+        return Line(name, self.pieces(lambda step: step.metrics.get(metric)), style, dash, smooth=smooth)
+
+    def level(self, values: dict[int, float], name: str, style: str, dash: str = "dotted") -> Line:
+        """A value per round, drawn flat over it."""
+        pieces = [
+            [(float(at), values[round_]), (float(at + self.lengths[round_]), values[round_])]
+            for round_, at in self.offsets.items()
+            if round_ in values
+        ]
+        return Line(name, pieces, style, dash)
+
+    def columns(self) -> list[tuple[float, dict[str, float]]]:
+        """Every step's budget at the middle of the step."""
+        return [
+            (self.place(step) - 0.5, step.budget)
+            for round_ in sorted(self.rounds)
+            for step in self.rounds[round_]
+            if step.budget
+        ]
+
+
+def _count(steps: int) -> str:
+    return str(steps) if steps < 10_000 else compact(steps)

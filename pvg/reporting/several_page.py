@@ -5,17 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from pvg.reporting.figures import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
-from pvg.reporting.page.charts import WINDOW, Line, line_chart, stacked_row
-from pvg.reporting.page.document import Section, badge, document, facts, grid
-from pvg.reporting.page.frame import Across, Key, legend, swatch
-from pvg.reporting.page.markup import Html, Piece, div, span, table, tag
-from pvg.reporting.page.run_page import STATUS, footer, when
-from pvg.reporting.page.settings import UNSET, flat
-from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
-from pvg.reporting.page.timing import whole_budget
-from pvg.reporting.parts import in_order
+from markupsafe import Markup
+
+from pvg.reporting.axes import PROVER, VERIFIER, Line, Steps, across_rounds
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.charts import WINDOW, line_chart, stacked_row
+from pvg.reporting.formats import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
+from pvg.reporting.html import Key, Section, chart, elements, page
+from pvg.reporting.run_page import STATUS, UNSET, flat, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.time_sections import box_key, whole_budget
 from pvg.store.run_directory import RunDirectory
 
 COLOURS = 6
@@ -63,16 +63,13 @@ class Named:
 def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
     names = distinct_names(directories)
     runs = [Named(name, summary, place) for place, (name, summary) in enumerate(zip(names, summaries, strict=True))]
-    header = [
-        tag("h1", f"{len(runs)} runs", span("sub", "side by side")),
-        _runs_table(runs),
-    ]
+    header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
     sections = [
         _rounds(runs),
         Section(
             "learning",
             "Learning",
-            [legend(run.key for run in runs), grid(*_step_charts(runs))],
+            [chart.legend([run.key for run in runs]), elements.grid(_step_charts(runs))],
             "Step by step." + (f" Each line is the mean over {WINDOW} points." if any(_smoothed(runs)) else ""),
         ),
         _final(runs),
@@ -80,7 +77,7 @@ def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSum
         _settings([directory.experiment().plain() for directory in directories], runs),
         _notes(runs),
     ]
-    return document(f"{', '.join(names)}: pvg report", header, sections, footer())
+    return page(f"{', '.join(names)}: pvg report", header, sections)
 
 
 def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
@@ -92,20 +89,26 @@ def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
     ]
 
 
-def _runs_table(runs: Sequence[Named]) -> Html:
-    rows: list[list[Piece]] = [
-        [
-            tag("th", swatch(run.key), " ", tag("strong", run.name)),
-            tag("td", badge(run.summary.status, STATUS[run.summary.status])),
-            f"{len(run.summary.rounds)} of {run.summary.rounds_planned}",
-            duration(run.summary.seconds),
-            when(run.summary.began) or ABSENT,
-            run.summary.code_version or ABSENT,
-            run.summary.machine or ABSENT,
-        ]
-        for run in runs
-    ]
-    return table(["run", "", "rounds", "time in phases", "begun", "pvg", "machine"], rows, "runs")
+def _runs_table(runs: Sequence[Named]) -> Table:
+    titles = ("run", "", "rounds", "time in phases", "begun", "pvg", "machine")
+    table = Table([Column(title) for title in titles], look="runs")
+    for run in runs:
+        found = run.summary
+        table.add(
+            Cell(run.name, "strong", key=run.key),
+            Cell(found.status, f"badge {STATUS[found.status]}"),
+            f"{len(found.rounds)} of {found.rounds_planned}",
+            duration(found.seconds),
+            when(found.began) or ABSENT,
+            found.code_version or ABSENT,
+            found.machine or ABSENT,
+        )
+    return table
+
+
+def _columns(first: str, runs: Sequence[Named]) -> list[Column]:
+    """A column of names, and one of numbers per run."""
+    return [Column(first), *(Column(run.name, "right", key=run.key) for run in runs)]
 
 
 # --- curves ------------------------------------------------------------------------------------------------------
@@ -117,7 +120,7 @@ def _smoothed(runs: Sequence[Named]) -> Iterator[bool]:
             yield Steps(run.summary.steps, phase).smoothed
 
 
-def _step_charts(runs: Sequence[Named]) -> list[Html | None]:
+def _step_charts(runs: Sequence[Named]) -> list[Markup]:
     charts = []
     for metric, phase, title, unit in BY_STEP:
         lengths: dict[int, int] = {}
@@ -141,9 +144,7 @@ def _rounds(runs: Sequence[Named]) -> Section:
     numbers = sorted({number for run in runs for number in run.summary.rounds})
     if len(numbers) < 2:
         return Section("rounds", "Rounds", [])
-    every = -(-len(numbers) // 12)
-    ticks = tuple((float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0)
-    x = Across(numbers[0] - 0.25, numbers[-1] + 0.25, "round", ticks)
+    x = across_rounds(numbers)
     charts = []
     for metric, unit in BY_ROUND:
         lines = [
@@ -158,7 +159,7 @@ def _rounds(runs: Sequence[Named]) -> Section:
         ]
         label = shown(metric).label
         charts.append(line_chart(label[0].upper() + label[1:], lines, x, shown(metric).style, unit=unit, keyed=False))
-    body = [legend(run.key for run in runs), grid(*charts)]
+    body = [chart.legend([run.key for run in runs]), elements.grid(charts)]
     return Section(
         "rounds", "Rounds", body if any(charts) else [], "At the end of each round, on problems that nobody trained on."
     )
@@ -194,48 +195,43 @@ def _final(runs: Sequence[Named]) -> Section:
     """Final metrics side by side, each run's difference to the first one below its value."""
     finals = [final_metrics(run.summary) for run in runs]
     names = final_names(finals)
-    rows: list[list[Piece]] = []
+    columns = _columns("", runs)
+    for place in range(len(runs) - 1, 0, -1):
+        columns.insert(place + 2, Column("difference", "right"))
+    table = Table(columns)
     for name in names:
         first = finals[0].get(name)
-        row: list[Piece] = [shown(name).label]
-        for place, metrics in enumerate(finals):
-            value = metrics.get(name)
-            row.append(figure(name, value))
-            if place:
-                row.append(_difference(name, value, first))
-        rows.append(row)
-    head: list[Piece] = [""]
-    for place, run in enumerate(runs):
-        head.append(tag("th", swatch(run.key), " ", run.name))
-        if place:
-            head.append("difference")
+        cells: list[Cell | str] = [figure(name, first)]
+        for metrics in finals[1:]:
+            cells += [figure(name, metrics.get(name)), _difference(name, metrics.get(name), first)]
+        table.add(shown(name).label, *cells)
     last = sorted({max(run.summary.rounds) for run in runs if run.summary.rounds})
     unequal = "" if len(last) < 2 else " The runs ended in different rounds."
     return Section(
         "final",
         "Final metrics",
-        [table(head, rows, "figures")] if rows else [],
+        [table],
         f"After each run's last finished round; differences to {runs[0].name}.{unequal}",
     )
 
 
-def _difference(name: str, value: float | None, first: float | None) -> Html:
+def _difference(name: str, value: float | None, first: float | None) -> Cell:
     """The difference to the first run; of rates and times as a percentage of it. Coloured where one way is better."""
     if value is None or first is None:
-        return tag("td", "", class_="quiet")
+        return Cell()
     change = value - first
     style = shown(name).style
     if style in ("seconds", "rate") and first:
-        words, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
+        text, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
     elif style == "share":
-        words, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
+        text, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
     else:
-        words, noteworthy = f"{change:+.{3 if style == 'auc' else 2}f}", abs(change) > 0.01
+        text, noteworthy = f"{change:+.{3 if style == 'auc' else 2}f}", abs(change) > 0.01
     better = shown(name).higher_is_better
-    verdict = None
+    verdict = ""
     if better is not None and noteworthy:
         verdict = "better" if (change > 0) == better else "worse"
-    return tag("td", words, class_=verdict or "quiet")
+    return Cell(text, verdict or "quiet")
 
 
 def _time(runs: Sequence[Named]) -> Section:
@@ -243,44 +239,27 @@ def _time(runs: Sequence[Named]) -> Section:
     longest = max((sum(budget.values()) for budget in budgets), default=0.0)
     if not longest:
         return Section("time", "Time", [])
-    rows = [
-        div(
-            "phase-row run-row",
-            span("phase-name", run.name),
-            stacked_row(budget, longest, f"{run.name}: {duration(sum(budget.values()))}"),
-            span("phase-time", duration(sum(budget.values()))),
-        )
-        for run, budget in zip(runs, budgets, strict=True)
-    ]
-    everything = total_budget(budgets)
-    keys = legend(Key(part.label, part.style, shape="box") for part in in_order(everything))
-    head: list[Piece] = ["part", *(tag("th", swatch(run.key), " ", run.name) for run in runs)]
-    cells: list[list[Piece]] = [
-        [
-            tag("th", swatch(Key(part.label, part.style, shape="box")), part.label),
-            *(styled("seconds", budget[part.name]) if part.name in budget else ABSENT for budget in budgets),
-        ]
-        for part in in_order(everything)
-    ]
-    return Section(
-        "time",
-        "Time",
-        [keys, div("phases", *rows), table(head, cells, "figures")],
-        "Exposed seconds by part, over the whole run.",
-    )
+    rows = []
+    for run, budget in zip(runs, budgets, strict=True):
+        seconds = duration(sum(budget.values()))
+        rows.append((run.name, stacked_row(budget, longest, f"{run.name}: {seconds}"), seconds))
+    parts = in_order(total_budget(budgets))
+    table = Table(_columns("part", runs))
+    for part in parts:
+        seconds_each = (styled("seconds", budget.get(part.name)) for budget in budgets)
+        table.add(Cell(part.label, key=box_key(part)), *seconds_each)
+    body = [chart.legend([box_key(part) for part in parts]), chart.bar_rows(rows), table]
+    return Section("time", "Time", body, "Exposed seconds by part, over the whole run.")
 
 
 def _settings(plains: Sequence[dict[str, object]], runs: Sequence[Named]) -> Section:
-    rows: list[list[Piece]] = [
-        [
-            tag("th", tag("code", key)),
-            *(tag("code", value) if value != UNSET else span("quiet", UNSET) for value in values),
-        ]
-        for key, values in setting_differences(plains).items()
-    ]
-    head: list[Piece] = ["setting", *(tag("th", swatch(run.key), " ", run.name) for run in runs)]
-    body = table(head, rows, "settings") if rows else tag("p", "All settings are the same.", class_="empty")
-    return Section("settings", "Settings that differ", [body])
+    columns = [Column("setting"), *(Column(run.name, key=run.key) for run in runs)]
+    table = Table(columns, look="settings")
+    for key, values in setting_differences(plains).items():
+        table.add(Cell(key, "code"), *(setting_cell(value) for value in values))
+    return Section(
+        "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
+    )
 
 
 def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
@@ -292,10 +271,6 @@ def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[s
 
 
 def _notes(runs: Sequence[Named]) -> Section:
-    notes = [tag("li", tag("strong", run.name), f": {note}") for run in runs for note in run.summary.notes]
-    alerts = facts([(run.name, f"{len(run.summary.alerts)} alerts") for run in runs if run.summary.alerts])
-    body = [
-        alerts if any(run.summary.alerts for run in runs) else None,
-        tag("ul", *notes, class_="notes") if notes else None,
-    ]
-    return Section("remarks", "Remarks", body)
+    alerts = [(run.name, f"{len(run.summary.alerts)} alerts") for run in runs if run.summary.alerts]
+    notes = [(run.name, note) for run in runs for note in run.summary.notes]
+    return Section("remarks", "Remarks", [elements.facts(alerts), elements.notes(notes)])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from markupsafe import Markup
 
-from pvg.reporting.figures import ABSENT, Style, figure, percent, shown
-from pvg.reporting.page.charts import WINDOW, Kind, Line, Reference, line_chart, mirrored_histogram
-from pvg.reporting.page.document import Section, details, grid
-from pvg.reporting.page.frame import Across, Key, legend
-from pvg.reporting.page.markup import Html, Piece, table, tag
-from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
-from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.scores import RoundScores
+from pvg.reporting.axes import PROVER, VERIFIER, Line, Steps, across_rounds
+from pvg.reporting.charts import WINDOW, Kind, Reference, line_chart, mirrored_histogram
+from pvg.reporting.formats import Style, percent, shown
+from pvg.reporting.html import Key, Section, chart, elements
+from pvg.reporting.run_summary import RunSummary, base_metrics
+from pvg.reporting.solutions import RoundScores
+from pvg.reporting.terminal import rounds_table
 
 HELPFUL, SNEAKY, JUDGE, INK = "helpful", "sneaky", "verifier", "ink"
 BINS = 32
@@ -66,63 +66,25 @@ SHOWN_HERE = frozenset(
     }
 )
 
-ROUND_COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("helpful_accuracy", "helpful accuracy", HELPFUL),
-    ("sneaky_error_rate", "sneaky error rate", SNEAKY),
-    ("fooled_rate", "fooled rate", SNEAKY),
-    ("fooled_rate_previous", "fooled by previous", ""),
-    ("fooled_rate_base", "fooled by base", ""),
-    ("accepted_helpful", "helpful accepted", HELPFUL),
-    ("verifier_auc", "verifier AUC", JUDGE),
-    ("verifier_auc_previous", "AUC on previous", JUDGE),
-    ("score_gap", "score gap", ""),
-    ("malformed", "malformed", ""),
-)
-
 
 # --- rounds ------------------------------------------------------------------------------------------------------
 
 
 def rounds_section(summary: RunSummary) -> Section:
-    """The table of rounds, and what it says as two charts."""
-    if not summary.rounds:
-        return Section("rounds", "Rounds", [])
-    rows: list[list[Piece]] = []
-    columns = [column for column in ROUND_COLUMNS if any(column[0] in m for m in summary.rounds.values())]
-    base = base_metrics(summary)
-    if base:
-        rows.append(["base", *(_cell(name, base.get(name), style) for name, _, style in columns)])
-    rows += [
-        [str(number), *(_cell(name, summary.rounds[number].get(name), style) for name, _, style in columns)]
-        for number in sorted(summary.rounds)
-    ]
-    shown_table = table(["round", *(heading for _, heading, _ in columns)], rows, "figures")
+    """The table of rounds, and what it says as charts."""
     lead = "At the end of each round: fresh samples on problems that nobody trained on."
-    return Section("rounds", "Rounds", [shown_table, _round_charts(summary, base)], lead)
+    body = [rounds_table(summary.rounds), _round_charts(summary)] if summary.rounds else []
+    return Section("rounds", "Rounds", body, lead)
 
 
-def _cell(name: str, value: float | None, style: str) -> Html:
-    return tag("td", figure(name, value) if value is not None else ABSENT, class_=f"text-{style}" if style else None)
-
-
-def base_metrics(summary: RunSummary) -> dict[str, float]:
-    """What the first round measured of the prover that the game began with."""
-    found: dict[str, float] = {}
-    for metrics in summary.rounds.values():
-        found |= {name.removeprefix("base_"): value for name, value in metrics.items() if name.startswith("base_")}
-    return found
-
-
-def _round_charts(summary: RunSummary, base: dict[str, float]) -> Html | None:
+def _round_charts(summary: RunSummary) -> Markup:
     """Points by round; a single one needs no chart."""
     numbers = sorted(summary.rounds)
     if len(numbers) < 2:
-        return None
+        return Markup()
+    base = base_metrics(summary.rounds)
+    x, with_base = across_rounds(numbers), across_rounds(numbers, base=bool(base))
     first = numbers[0] - 1
-    every = -(-len(numbers) // 12)
-    ticks = [(float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0]
-    x = Across(numbers[0] - 0.25, numbers[-1] + 0.25, "round", tuple(ticks))
-    with_base = Across(first - 0.25, numbers[-1] + 0.25, "round", ((float(first), "base"), *ticks)) if base else x
 
     def line(metric: str, name: str, style: str, dash: str = "") -> Line:
         points = [(float(n), summary.rounds[n][metric]) for n in numbers if metric in summary.rounds[n]]
@@ -138,40 +100,42 @@ def _round_charts(summary: RunSummary, base: dict[str, float]) -> Html | None:
     on_mint = Line(
         "held-out minted", [[(float(n), held_out[n]) for n in numbers if n in held_out]], JUDGE, "dotted", dots=True
     )
-    return grid(
-        line_chart(
-            "Both roles by round",
-            [
-                line("helpful_accuracy", "helpful accuracy", HELPFUL),
-                line("sneaky_error_rate", "sneaky error rate", SNEAKY, "dashed"),
-            ],
-            with_base,
-            "share",
-            unit="share of a role's solutions",
-        ),
-        line_chart(
-            "Who is fooled",
-            [
-                line("fooled_rate", "by its own flaws", SNEAKY),
-                line("fooled_rate_previous", "by the previous round's", SNEAKY, "dashed"),
-                line("fooled_rate_base", "by the base prover's", INK, "dotted"),
-            ],
-            x,
-            "share",
-            unit="share of flaws accepted",
-        ),
-        line_chart(
-            "Verifier AUC by round",
-            [
-                line("verifier_auc", "fresh samples", JUDGE),
-                line("verifier_auc_previous", "previous flaws", INK, "dashed"),
-                on_mint,
-            ],
-            x,
-            "auc",
-            references=[Reference(0.5, "chance")],
-            unit="correct against incorrect",
-        ),
+    return elements.grid(
+        [
+            line_chart(
+                "Both roles by round",
+                [
+                    line("helpful_accuracy", "helpful accuracy", HELPFUL),
+                    line("sneaky_error_rate", "sneaky error rate", SNEAKY, "dashed"),
+                ],
+                with_base,
+                "share",
+                unit="share of a role's solutions",
+            ),
+            line_chart(
+                "Who is fooled",
+                [
+                    line("fooled_rate", "by its own flaws", SNEAKY),
+                    line("fooled_rate_previous", "by the previous round's", SNEAKY, "dashed"),
+                    line("fooled_rate_base", "by the base prover's", INK, "dotted"),
+                ],
+                x,
+                "share",
+                unit="share of flaws accepted",
+            ),
+            line_chart(
+                "Verifier AUC by round",
+                [
+                    line("verifier_auc", "fresh samples", JUDGE),
+                    line("verifier_auc_previous", "previous flaws", INK, "dashed"),
+                    on_mint,
+                ],
+                x,
+                "auc",
+                references=[Reference(0.5, "chance")],
+                unit="correct against incorrect",
+            ),
+        ]
     )
 
 
@@ -181,14 +145,15 @@ def _round_charts(summary: RunSummary, base: dict[str, float]) -> Html | None:
 def learning_section(summary: RunSummary) -> Section:
     prover, verifier = Steps(summary.steps, PROVER), Steps(summary.steps, VERIFIER)
     charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
-    body = [grid(*charts), details("All other metrics of the steps", _other_charts(prover), _other_charts(verifier))]
+    others = [_other_charts(prover), _other_charts(verifier)]
+    body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]
     lead = "Step by step, on the problems in training."
     if prover.smoothed or verifier.smoothed:
         lead += f" Faint: each point. Strong: the mean over {WINDOW} points."
-    return Section("learning", "Learning", body, lead if any(chart is not None for chart in charts) else "")
+    return Section("learning", "Learning", body, lead if any(charts) else "")
 
 
-def _prover_charts(summary: RunSummary, steps: Steps) -> list[Html | None]:
+def _prover_charts(summary: RunSummary, steps: Steps) -> list[Markup]:
     if not steps:
         return []
     x = steps.across()
@@ -256,7 +221,7 @@ def _prover_charts(summary: RunSummary, steps: Steps) -> list[Html | None]:
     ]
 
 
-def _verifier_charts(steps: Steps) -> list[Html | None]:
+def _verifier_charts(steps: Steps) -> list[Markup]:
     if not steps:
         return []
     x = steps.across()
@@ -280,7 +245,7 @@ def _verifier_charts(steps: Steps) -> list[Html | None]:
     ]
 
 
-def _other_charts(steps: Steps) -> Html | None:
+def _other_charts(steps: Steps) -> Markup:
     """Whatever else the steps told, each metric in its own chart."""
     here = SHOWN_HERE if steps.phase == PROVER else frozenset({"pair_accuracy", "score_gap"})
     names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
@@ -295,7 +260,7 @@ def _other_charts(steps: Steps) -> Html | None:
         )
         for name in sorted(names - here - ELSEWHERE)
     ]
-    return grid(*charts)
+    return elements.grid(charts)
 
 
 def _axis_style(style: Style) -> Style:
@@ -308,7 +273,7 @@ def _axis_style(style: Style) -> Style:
 def scores_section(scores: list[RoundScores], why_empty: str) -> Section:
     """Histograms by round over one range of scores and one of counts."""
     if not scores:
-        return Section("scores", "Scores", [tag("p", why_empty, class_="empty")] if why_empty else [])
+        return Section("scores", "Scores", [elements.empty(why_empty)] if why_empty else [])
     everything = np.concatenate([kind for found in scores for kind in found.kinds.values()])
     low, high = (float(edge) for edge in np.percentile(everything, [1.0, 99.5]))
     pad = 0.05 * ((high - low) or 1.0)
@@ -329,7 +294,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> Section:
         for found, kinds in zip(scores, counted, strict=True)
     ]
     beyond = int(((everything < low) | (everything > high)).sum())
-    keys = legend([Key(kind.name, kind.style, shape="box") for kind in counted[0]])
+    keys = chart.legend([Key(kind.name, kind.style, shape="box") for kind in counted[0]])
     lead = (
         "Each round's verifier on its prover's solutions; right of the line it accepts. "
         + (
@@ -343,7 +308,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> Section:
             else ""
         )
     )
-    return Section("scores", "Scores", [keys, grid(*charts)], lead)
+    return Section("scores", "Scores", [keys, elements.grid(charts)], lead)
 
 
 def _kinds(found: RoundScores, edges: np.ndarray) -> list[Kind]:

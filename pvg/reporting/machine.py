@@ -6,13 +6,12 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-from pvg.reporting.figures import Style, duration, peak_words, percent, short_seconds, styled
-from pvg.reporting.page.charts import Line, line_chart
-from pvg.reporting.page.document import Section, empty, facts, grid, subheading
-from pvg.reporting.page.frame import Across
-from pvg.reporting.page.markup import Html
-from pvg.reporting.page.scales import Point, nice_axis, without_gaps
-from pvg.reporting.page.steps import PROVER, VERIFIER, Steps
+from markupsafe import Markup
+
+from pvg.reporting.axes import PROVER, VERIFIER, Across, Line, Point, Steps, nice_axis, without_gaps
+from pvg.reporting.charts import line_chart
+from pvg.reporting.formats import Style, duration, peak_words, percent, short_seconds, styled
+from pvg.reporting.html import Section, elements
 from pvg.reporting.run_summary import Reading, RunSummary, lag, ranges
 
 GPU = re.compile(r"gpu(\d+)_(.+)")
@@ -24,13 +23,11 @@ LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the
 
 def throughput_section(summary: RunSummary) -> Section:
     prover, verifier = Steps(summary.steps, PROVER), Steps(summary.steps, VERIFIER)
-    charts: list[Html | None] = []
+    charts: list[Markup] = []
     if prover:
         x = prover.across()
 
-        def chart(
-            title: str, style: Style, unit: str, *lines: tuple[str, str, str, str], zero: bool = True
-        ) -> Html | None:
+        def chart(title: str, style: Style, unit: str, *lines: tuple[str, str, str, str], zero: bool = True) -> Markup:
             return line_chart(title, [prover.line(*line) for line in lines], x, style, unit=unit, zero=zero)
 
         charts += [
@@ -93,7 +90,7 @@ def throughput_section(summary: RunSummary) -> Section:
         charts.append(
             line_chart("Verifier's training", lines, verifier.across(), "rate", unit="pairs per second", zero=True)
         )
-    return Section("throughput", "Throughput", [grid(*charts)])
+    return Section("throughput", "Throughput", [elements.grid(charts)])
 
 
 # --- device and event loop ---------------------------------------------------------------------------------------
@@ -103,14 +100,14 @@ def machine_section(summary: RunSummary) -> Section:
     """Device and lag charts over the run's time; old runs have neither and say so."""
     if not (summary.device or summary.loop or summary.peak_memory):
         why = "This run recorded neither its device nor its event loop: the pvg that played it did not sample them yet."
-        return Section("machine", "Machine", [empty(why)] if summary.steps else [])
-    body: list[Html | None] = []
+        return Section("machine", "Machine", [elements.empty(why)] if summary.steps else [])
+    body: list[Markup] = []
     if summary.peak_memory:
-        body.append(facts(peak_words(summary.peak_memory)))
+        body.append(elements.facts(peak_words(summary.peak_memory)))
     if summary.device:
-        body += [facts(_device_facts(summary)), grid(*_device_charts(summary.device))]
+        body += [elements.facts(_device_facts(summary)), elements.grid(_device_charts(summary.device))]
     if summary.loop:
-        body += [subheading("Event loop", _lag_words(summary.loop)), grid(_lag_chart(summary.loop))]
+        body += [elements.subheading("Event loop", _lag_words(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
     return Section("machine", "Machine", body)
 
 
@@ -165,7 +162,7 @@ class Clock:
         return self.line(lambda metrics: metrics.get(metric), name, style, dash)
 
 
-def _device_charts(readings: list[Reading]) -> list[Html | None]:
+def _device_charts(readings: list[Reading]) -> list[Markup]:
     clock = Clock(readings)
     x = clock.across()
     names = {name for reading in readings for name in reading.metrics}
@@ -218,7 +215,7 @@ def _device_charts(readings: list[Reading]) -> list[Html | None]:
     return charts
 
 
-def _lag_chart(readings: list[Reading]) -> Html | None:
+def _lag_chart(readings: list[Reading]) -> Markup:
     clock = Clock(readings)
     # A lag of exactly nothing has no place on a logarithmic axis: the clock's own resolution stands for it.
     lines = [

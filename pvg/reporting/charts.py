@@ -1,7 +1,8 @@
-"""The charts: lines, stacked bars over steps and in rows, mirrored histograms, strips of dots, sparklines.
+"""Charts: lines, stacked bars over steps and in rows, mirrored histograms, strips of dots, sparklines.
 
-Every function returns a `<figure>` (or a part of one) that is complete without JavaScript; `data-*` attributes carry
-the values that the script shows under the pointer.
+Every function computes what is drawn where; templates/charts.html.j2 writes the markup. A chart is complete without
+JavaScript: `data-*` attributes carry the values that the script shows under the pointer. A chart with nothing to show
+is empty markup.
 """
 
 from __future__ import annotations
@@ -10,40 +11,38 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pvg.bench.statistics import median
-from pvg.reporting.figures import Style, percent, styled
-from pvg.reporting.page.frame import Across, Key, figure, plot, svg
-from pvg.reporting.page.markup import Html, div, join, number, span, tag
-from pvg.reporting.page.scales import MOST_POINTS, SPAN, Axis, Bin, Point, moving_mean, nice_axis, share_axis, thinned
-from pvg.reporting.parts import in_order
+from markupsafe import Markup
 
+from pvg.bench.statistics import median
+from pvg.reporting.axes import (
+    FULL_NAMES,
+    MOST_NAMES,
+    MOST_POINTS,
+    NARROW,
+    SMOOTHED_FROM,
+    SPAN,
+    Across,
+    Axis,
+    Bin,
+    Line,
+    Point,
+    moving_mean,
+    nice_axis,
+    share_axis,
+    thinned,
+)
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.formats import Style, percent, styled
+from pvg.reporting.html import Key, chart, number
+
+Label = tuple[str, str, str]  # text, class, and style of a text over a drawing
+
+CROWDED = 7  # more labels than these on the x axis: every other one is left out where it is narrow
 HEIGHT = 168  # pixels of a small chart's drawing
 FULL_BANDS = 3  # bands around lines: more of them are fainter, or there is nothing else to be seen
-SMOOTHED_FROM = 12  # points: a shorter line needs no mean through it
 WINDOW = 5  # steps of the moving mean
 MOST_BARS = 120
 LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
-    values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
-    (place, low, high) of a band around the line. `whiskers`: likewise, the intervals of its points."""
-
-    name: str
-    pieces: Sequence[Sequence[Point]]
-    style: str
-    dash: str = ""
-    smooth: bool = False
-    dots: bool = False
-    bare: bool = False
-    spread: Sequence[tuple[float, float, float]] = ()
-    whiskers: Sequence[tuple[float, float, float]] = ()
-
-    @property
-    def values(self) -> list[float]:
-        return [y for piece in self.pieces for _, y in piece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,71 @@ class Reference:
 
     value: float
     label: str
+
+
+def plot(
+    shapes: Sequence[Markup],
+    y: Axis,
+    x: Across,
+    *,
+    height: int,
+    label: str,
+    texts: Sequence[Label] = (),
+    above: bool = False,
+) -> Markup:
+    """The axes around a drawing that shows what `label` says, with `texts` over it. `above`: some stand over its top,
+    as the names of bands do."""
+    labels = y.labels()
+    grid = [
+        chart.shape("path", d=f"M0 {number(SPAN * (1 - share))}H{number(SPAN)}", class_="grid") for share, _ in labels
+    ]
+    names = _band_names(x)
+    return chart.plot(
+        area=chart.drawing([*_bands(x), *grid, *shapes], label),
+        names=[*names, *texts],
+        banded=bool(names) or above,
+        ys=labels,
+        xs=chart.ticks([(x.x(at) / SPAN, written) for at, written in x.ticks], x.label, CROWDED),
+        height=height,
+        margin=max((len(written) for _, written in labels), default=1),
+    )
+
+
+def _bands(x: Across) -> list[Markup]:
+    """Every other band is tinted, so that the eye can count them."""
+    return [
+        chart.shape("rect", x=x.x(band.start), y=0, width=x.x(band.end) - x.x(band.start), height=SPAN, class_="band")
+        for place, band in enumerate(x.bands)
+        if place % 2
+    ]
+
+
+def _band_names(x: Across) -> list[Label]:
+    """Of many bands only the numbers, of very many only some; what is too narrow for its name goes without."""
+    many = len(x.bands) > FULL_NAMES
+    every = -(-len(x.bands) // MOST_NAMES)
+    return [
+        (
+            band.label.split()[-1] if many else band.label,
+            "band-name",
+            f"left:{number(x.x((band.start + band.end) / 2) / 10)}%",
+        )
+        for place, band in enumerate(x.bands)
+        if place % every == 0 and x.x(band.end) - x.x(band.start) > NARROW
+    ]
+
+
+def _read_by_script(cross: str, style: Style, x: Across) -> dict[str, str | None]:
+    """What the script needs to show values at the pointer: the kind of marker, formats, and the bands."""
+    bands = ";".join(f"{number(band.start)},{number(band.end)},{band.label}" for band in x.bands)
+    return {
+        "data_cross": cross,
+        "data_x": f"{number(x.low)} {number(x.high)}",
+        "data_format": style,
+        "data_xformat": x.style if cross == "line" else None,
+        "data_xname": x.counts or x.label,
+        "data_bands": bands or None,
+    }
 
 
 def line_chart(
@@ -67,12 +131,12 @@ def line_chart(
     height: int = HEIGHT,
     keyed: bool = True,
     note: str = "",
-) -> Html | None:
-    """Lines over a common x axis; None when there is nothing to draw. Shares lie between 0 and 100 %. `keyed`: with a
+) -> Markup:
+    """Lines over a common x axis; empty when there is nothing to draw. Shares lie between 0 and 100 %. `keyed`: with a
     legend of its own."""
     lines = [line for line in lines if line.values]
     if not lines:
-        return None
+        return Markup()
     values = [value for line in lines for value in line.values]
     around = [end for line in lines for ends in (line.spread, line.whiskers) for _, *pair in ends for end in pair]
     within = [value for value in values if 0 <= value <= 1]
@@ -82,42 +146,33 @@ def line_chart(
         if full
         else nice_axis([*values, *around, *(r.value for r in references)], style, zero=zero, log=log)
     )
-    drawing = [
-        *(tag("path", d=f"M0 {number(y.y(r.value))}H{number(SPAN)}", class_="reference") for r in references),
+    shapes = [
+        *(chart.shape("path", d=f"M0 {number(y.y(r.value))}H{number(SPAN)}", class_="reference") for r in references),
         *_bands_around(lines, x, y),
         *(_drawn(line, x, y) for line in lines),
     ]
-    overlay = [
-        tag("span", r.label, class_="reference-name", style=f"bottom:{number(100 * y.share(r.value))}%")
-        for r in references
-    ]
+    texts = [(r.label, "reference-name", f"bottom:{number(100 * y.share(r.value))}%") for r in references]
     keys = [Key(line.name, line.style, line.dash) for line in lines] if keyed and len(lines) > 1 else []
     label = f"{title}: " + ", ".join(f"{line.name} ends at {styled(style, line.values[-1])}" for line in lines)
-    bands = ";".join(f"{number(band.start)},{number(band.end)},{band.label}" for band in x.bands)
     most = max(point.count for line in lines for bins in _binned(line) for point in bins)
     if most > 1 and not note:
         note = f"Each point is the mean of up to {most} values; the band is their range."
-    return figure(
+    return chart.figure(
         title,
-        plot(drawing, y, x, height=height, overlay=overlay, label=label),
+        plot(shapes, y, x, height=height, label=label, texts=texts),
         unit=unit,
         keys=keys,
         note=note,
-        data_cross="line",
-        data_x=f"{number(x.low)} {number(x.high)}",
-        data_format=style,
-        data_xformat=x.style,
-        data_xname=x.counts or x.label,
-        data_bands=bands or None,
+        data=_read_by_script("line", style, x),
     )
 
 
-def _drawn(line: Line, x: Across, y: Axis) -> Html:
+def _drawn(line: Line, x: Across, y: Axis) -> Markup:
     """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
-    drawn: list[Html] = []
+    drawn: list[Markup] = []
     if line.whiskers:
         ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
-        drawn.append(tag("path", d=ends, class_=f"whisker {line.style}"))
+        drawn.append(chart.shape("path", d=ends, class_=f"whisker {line.style}"))
     told: list[Bin] = []
     for bins in _binned(line):
         told += bins
@@ -125,30 +180,34 @@ def _drawn(line: Line, x: Across, y: Axis) -> Html:
         if any(point.count > 1 for point in bins):
             upper = [f"{number(place)} {number(y.y(point.high))}" for place, point in zip(places, bins, strict=True)]
             lower = [f"{number(place)} {number(y.y(point.low))}" for place, point in zip(places, bins, strict=True)]
-            drawn.append(tag("path", d=f"M{'L'.join([*upper, *reversed(lower)])}Z", class_=f"range {line.style}"))
+            drawn.append(
+                chart.shape("path", d=f"M{'L'.join([*upper, *reversed(lower)])}Z", class_=f"range {line.style}")
+            )
         heights = [y.y(point.mean) for point in bins]
         smooth = line.smooth and len(bins) >= SMOOTHED_FROM
         kind = "line faint" if smooth else "line"
         if not (smooth and line.bare):
-            drawn.append(tag("path", d=_path(places, heights), class_=f"{kind} {line.style} {line.dash}".rstrip()))
+            drawn.append(
+                chart.shape("path", d=_path(places, heights), class_=f"{kind} {line.style} {line.dash}".rstrip())
+            )
         if smooth:
             means = [y.y(mean) for mean in moving_mean([point.mean for point in bins], WINDOW)]
-            drawn.append(tag("path", d=_path(places, means), class_=f"line {line.style} {line.dash}".rstrip()))
+            drawn.append(chart.shape("path", d=_path(places, means), class_=f"line {line.style} {line.dash}".rstrip()))
         if line.dots or len(bins) == 1:
             dots = "".join(f"M{number(a)} {number(b)}h0" for a, b in zip(places, heights, strict=True))
-            drawn.append(tag("path", d=dots, class_=f"dot {line.style}"))
-    return tag("g", *drawn, **_told(line.name, line.style, [(b.x, b.mean) for b in told]))
+            drawn.append(chart.shape("path", d=dots, class_=f"dot {line.style}"))
+    return chart.group(drawn, **_values(line.name, line.style, [(b.x, b.mean) for b in told]))
 
 
-def _bands_around(lines: Sequence[Line], x: Across, y: Axis) -> list[Html]:
+def _bands_around(lines: Sequence[Line], x: Across, y: Axis) -> list[Markup]:
     """What the lines spread over, beneath all of them; the more there are, the fainter."""
     drawn = []
     for line in lines:
         upper = [f"{number(x.x(place))} {number(y.y(high))}" for place, _, high in line.spread]
         lower = [f"{number(x.x(place))} {number(y.y(low))}" for place, low, _ in reversed(line.spread)]
         if upper:
-            drawn.append(tag("path", d=f"M{'L'.join([*upper, *lower])}Z", class_=f"range {line.style}"))
-    return [tag("g", *drawn, style=f"opacity:{number(min(1.0, FULL_BANDS / len(drawn)))}")] if drawn else []
+            drawn.append(chart.shape("path", d=f"M{'L'.join([*upper, *lower])}Z", class_=f"range {line.style}"))
+    return [chart.group(drawn, style=f"opacity:{number(min(1.0, FULL_BANDS / len(drawn)))}")] if drawn else []
 
 
 def _binned(line: Line) -> list[list[Bin]]:
@@ -157,7 +216,7 @@ def _binned(line: Line) -> list[list[Bin]]:
     return [thinned(piece, max(LEAST_POINTS, MOST_POINTS * len(piece) // count)) for piece in line.pieces if piece]
 
 
-def _told(name: str, style: str, points: Sequence[Point]) -> dict[str, str]:
+def _values(name: str, style: str, points: Sequence[Point]) -> dict[str, str]:
     """What the script shows at the pointer: name, colour, places and values."""
     return {
         "data_name": name,
@@ -176,10 +235,10 @@ def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
 
 def stacked_chart(
     title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: Across, *, unit: str, height: int = 220
-) -> Html | None:
+) -> Markup:
     """One bar per step (place, seconds by part); long runs as the means of neighbouring steps."""
     if not columns:
-        return None
+        return Markup()
     bars, most = averaged(columns, [band.end for band in x.bands])
     parts = in_order({part for bar in bars for part in bar.seconds})
     tops = [sum(max(0.0, value) for value in bar.seconds.values()) for bar in bars]
@@ -198,23 +257,20 @@ def stacked_chart(
                 path.append(f"M{number(left)} {number(bottom)}V{number(top)}h{number(width)}V{number(bottom)}z")
                 below[place] += value
         points = [(bar.at, bar.seconds.get(part.name, 0.0)) for bar in bars]
-        drawn.append(tag("path", d="".join(path), class_=f"fill {part.style}", **_told(part.label, part.style, points)))
-    drawn.append(tag("g", **_told("whole step", "total", [(bar.at, top) for bar, top in zip(bars, tops, strict=True)])))
+        values = _values(part.label, part.style, points)
+        drawn.append(chart.shape("path", d="".join(path), class_=f"fill {part.style}", **values))
+    whole = [(bar.at, top) for bar, top in zip(bars, tops, strict=True)]
+    drawn.append(chart.group((), **_values("whole step", "total", whole)))
     keys = [Key(part.label, part.style, shape="box") for part in parts]
     note = f"Each bar is the mean of up to {most} steps." if most > 1 else ""
-    bands = ";".join(f"{number(band.start)},{number(band.end)},{band.label}" for band in x.bands)
-    return figure(
+    return chart.figure(
         title,
         plot(drawn, y, x, height=height, label=f"{title}: {styled('seconds', sum(tops) / len(tops))} on average"),
         unit=unit,
         keys=keys,
         note=note,
-        class_="wide",
-        data_cross="bar",
-        data_x=f"{number(x.low)} {number(x.high)}",
-        data_format="seconds",
-        data_xname=x.counts or x.label,
-        data_bands=bands or None,
+        look="wide",
+        data=_read_by_script("bar", "seconds", x),
     )
 
 
@@ -251,19 +307,17 @@ def averaged(columns: Sequence[tuple[float, Mapping[str, float]]], ends: Sequenc
     return bars, most
 
 
-def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> Html:
+def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> Markup:
     """Seconds by part as one horizontal bar; `whole` are the seconds of the full width."""
     drawn, left = [], 0.0
     for part in in_order(budget):
         seconds = max(0.0, budget[part.name])
         width = SPAN * seconds / whole if whole > 0 else 0.0
         if width > 0:
-            words = tag(
-                "title", f"{part.label}: {styled('seconds', seconds)}, {percent(seconds / sum(budget.values()))}"
-            )
-            drawn.append(tag("rect", words, x=left, y=0, width=width, height=SPAN, class_=f"fill {part.style}"))
+            hint = f"{part.label}: {styled('seconds', seconds)}, {percent(seconds / sum(budget.values()))}"
+            drawn.append(chart.shape("rect", hint, x=left, y=0, width=width, height=SPAN, class_=f"fill {part.style}"))
         left += width
-    return div("bar", svg(*drawn, label=label))
+    return chart.bar(chart.drawing(drawn, label))
 
 
 # --- distributions -----------------------------------------------------------------------------------------------
@@ -280,35 +334,39 @@ class Kind:
 
 
 def mirrored_histogram(
-    title: str, edges: Sequence[float], kinds: Sequence[Kind], *, threshold: float | None, most: int, note: Html | str
-) -> Html:
+    title: str, edges: Sequence[float], kinds: Sequence[Kind], *, threshold: float | None, most: int, note: str
+) -> Markup:
     """Counts by score: helpful solutions above the axis, sneaky ones below, all charts with the same scale (`most`).
 
     Heights are square roots of counts (Tukey's rootogram): a verifier that is sure of most solutions puts them all
     into one bar, and the others would vanish beside it.
     """
     x = Across(edges[0], edges[-1], "score", _score_ticks(edges[0], edges[-1]), style="score")
-    drawn = [_half([kind for kind in kinds if kind.above is above], edges, x, most, above) for above in (True, False)]
-    drawn.append(tag("path", d=f"M0 {number(SPAN / 2)}H{number(SPAN)}", class_="zero"))
-    overlay = [span("side up", "helpful"), span("side down", "sneaky")]
-    above = []
+    drawn = [
+        shape
+        for above in (True, False)
+        for shape in _half([kind for kind in kinds if kind.above is above], edges, x, most, above)
+    ]
+    drawn.append(chart.shape("path", d=f"M0 {number(SPAN / 2)}H{number(SPAN)}", class_="zero"))
+    texts = [("helpful", "side up", ""), ("sneaky", "side down", "")]
     if threshold is not None and edges[0] <= threshold <= edges[-1]:
         share = x.x(threshold) / SPAN
-        drawn.append(tag("path", d=f"M{number(SPAN * share)} 0V{number(SPAN)}", class_="line verifier threshold"))
+        path = f"M{number(SPAN * share)} 0V{number(SPAN)}"
+        drawn.append(chart.shape("path", d=path, class_="line verifier threshold"))
         left = share > 0.75  # no room on the right
-        words = "← refused" if left else "accepted →"
+        side = "← refused" if left else "accepted →"
         place = f"right:{number(100 * (1 - share))}%" if left else f"left:{number(100 * share)}%"
-        above.append(span("threshold-name", words, style=place))
+        texts.append((side, "threshold-name", place))
     ticks = tuple(sign * root * math.sqrt(most) for sign, root in ((-1, 1.0), (-1, 0.5), (1, 0.0), (1, 0.5), (1, 1.0)))
     y = _Counts(-math.sqrt(most), math.sqrt(most), ticks)
     said = ", ".join(f"{sum(kind.counts)} {kind.name}" for kind in kinds)
-    body = plot(drawn, y, x, height=190, overlay=overlay, above=above, label=f"{title}: {said}")
-    return figure(title, body, unit="solutions per bar, square-root scale", note=note, class_="histogram")
+    body = plot(drawn, y, x, height=190, label=f"{title}: {said}", texts=texts, above=len(texts) > 2)
+    return chart.figure(title, body, unit="solutions per bar, square-root scale", note=note, look="histogram")
 
 
-def _half(kinds: Sequence[Kind], edges: Sequence[float], x: Across, most: int, above: bool) -> Html:
+def _half(kinds: Sequence[Kind], edges: Sequence[float], x: Across, most: int, above: bool) -> list[Markup]:
     """The kinds of one role stacked away from the axis; a bar is as high as the root of its sum."""
-    bars: dict[str, list[Html]] = {kind.name: [] for kind in kinds}
+    bars: dict[str, list[Markup]] = {kind.name: [] for kind in kinds}
     for place in range(len(edges) - 1):
         total = sum(kind.counts[place] for kind in kinds)
         left, right = x.x(edges[place]), x.x(edges[place + 1])
@@ -319,12 +377,11 @@ def _half(kinds: Sequence[Kind], edges: Sequence[float], x: Across, most: int, a
                 continue
             height = SPAN / 2 * math.sqrt(total / most) * count / total
             top = SPAN / 2 - base - height if above else SPAN / 2 + base
-            words = f"{count} × {kind.name}, score {edges[place]:.3g} to {edges[place + 1]:.3g}"
-            bars[kind.name].append(
-                tag("rect", tag("title", words), x=left + gap, y=top, width=right - left - 2 * gap, height=height)
-            )
+            hint = f"{count} × {kind.name}, score {edges[place]:.3g} to {edges[place + 1]:.3g}"
+            width = right - left - 2 * gap
+            bars[kind.name].append(chart.shape("rect", hint, x=left + gap, y=top, width=width, height=height))
             base += height
-    return join(tag("g", *bars[kind.name], class_=f"fill {kind.style}") for kind in kinds)
+    return [chart.group(bars[kind.name], class_=f"fill {kind.style}") for kind in kinds]
 
 
 class _Counts(Axis):
@@ -341,53 +398,40 @@ def _score_ticks(low: float, high: float) -> tuple[tuple[float, str], ...]:
 
 def dot_strips(
     title: str, rows: Sequence[tuple[str, Sequence[float], str]], style: Style, *, unit: str, note: str = ""
-) -> Html:
+) -> Markup:
     """Raw samples, one strip per row (label, values, colour's class), with the median as a mark."""
     x = nice_axis([value for _, values, _ in rows for value in values], style, most_ticks=6)
+    grid = [chart.shape("path", d=f"M{number(x.x(tick))} 0V{number(SPAN)}", class_="grid") for tick in x.ticks]
     strips = []
     for label, values, colour in rows:
         # Neighbours are set apart in a fixed pattern: equal samples would hide each other.
         heights = [SPAN * (0.5 + 0.22 * ((place * 2) % 5 - 2) / 2) for place in range(len(values))]
-        dots = join(
-            tag(
-                "path",
-                tag("title", styled(style, value)),
-                d=f"M{number(x.x(value))} {number(height)}h0",
-                class_=f"dot {colour}",
+        dots = [
+            chart.shape(
+                "path", styled(style, value), d=f"M{number(x.x(value))} {number(height)}h0", class_=f"dot {colour}"
             )
             for value, height in zip(values, heights, strict=True)
-        )
+        ]
         middle = median(values)
-        mark = tag("path", d=f"M{number(x.x(middle))} 80V920", class_=f"median {colour}")
-        grid = join(tag("path", d=f"M{number(x.x(tick))} 0V{number(SPAN)}", class_="grid") for tick in x.ticks)
-        strips.append(
-            div(
-                "strip",
-                span("strip-name", label),
-                div("area", svg(grid, dots, mark, label=f"{label}: median {styled(style, middle)}")),
-                span("strip-value", styled(style, middle)),
-            )
-        )
-    xs = div("xs", *(tag("span", label, style=f"left:{number(100 * share)}%") for share, label in x.labels()))
-    axis = div("strip", span("strip-name"), xs, span("strip-value quiet", "median"))
-    return figure(title, div("strips", *strips, axis), unit=unit, note=note, class_="wide")
+        mark = chart.shape("path", d=f"M{number(x.x(middle))} 80V920", class_=f"median {colour}")
+        drawing = chart.drawing([*grid, *dots, mark], f"{label}: median {styled(style, middle)}")
+        strips.append((label, drawing, styled(style, middle)))
+    body = chart.strips(strips, chart.ticks(x.labels()), "median")
+    return chart.figure(title, body, unit=unit, note=note, look="wide")
 
 
-def spark(values: Sequence[float], style: str) -> Html | None:
-    """A line without axes for a key figure; its last value is marked."""
+def spark(values: Sequence[float], style: str) -> Markup:
+    """A line without axes for a key figure; its last value is marked. Empty for fewer than two values."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
-        return None
+        return Markup()
     bins = thinned(list(enumerate(finite)), 60)
     low, high = min(point.mean for point in bins), max(point.mean for point in bins)
     places = [SPAN * place / (len(bins) - 1) for place in range(len(bins))]
     heights = [SPAN * (0.9 - 0.8 * (point.mean - low) / ((high - low) or 1.0)) for point in bins]
-    area = f"{_path(places, heights)}V{number(SPAN)}H0Z"
-    return div(
-        "spark",
-        svg(
-            tag("path", d=area, class_=f"range {style}"),
-            tag("path", d=_path(places, heights), class_=f"line {style}"),
-            tag("path", d=f"M{number(places[-1])} {number(heights[-1])}h0", class_=f"dot {style}"),
-        ),
-    )
+    shapes = [
+        chart.shape("path", d=f"{_path(places, heights)}V{number(SPAN)}H0Z", class_=f"range {style}"),
+        chart.shape("path", d=_path(places, heights), class_=f"line {style}"),
+        chart.shape("path", d=f"M{number(places[-1])} {number(heights[-1])}h0", class_=f"dot {style}"),
+    ]
+    return chart.spark(chart.drawing(shapes))

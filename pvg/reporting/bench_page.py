@@ -1,24 +1,25 @@
 """The page of one or more benchmark reports: every sample as a dot, what each switch or value bought, where the time
-went, and on which machine."""
+went, and on which machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from markupsafe import Markup
 
 from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
-from pvg.reporting.figures import ABSENT, Style, compact, duration, styled, total_budget
-from pvg.reporting.page.charts import dot_strips, stacked_row
-from pvg.reporting.page.document import Section, badge, details, document, facts, subheading
-from pvg.reporting.page.frame import Key, figure, legend, svg
-from pvg.reporting.page.markup import Html, Piece, div, join, number, span, table, tag
-from pvg.reporting.page.run_page import footer
-from pvg.reporting.page.scales import SPAN, nice_axis
-from pvg.reporting.page.settings import flat
-from pvg.reporting.page.timing import parts_table
-from pvg.reporting.parts import in_order
+from pvg.reporting.axes import SPAN, nice_axis
+from pvg.reporting.budget_parts import in_order
+from pvg.reporting.charts import dot_strips, stacked_row
+from pvg.reporting.formats import ABSENT, Style, compact, duration, styled, total_budget
+from pvg.reporting.html import Section, chart, elements, number, page
+from pvg.reporting.run_page import flat
+from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.time_sections import box_key, parts_table
 
 COLOURS = 6
 STYLES: dict[str, Style] = {"s": "seconds", "B": "bytes", "share": "share"}
@@ -30,7 +31,11 @@ def bench_page(paths: Sequence[Path], reports: Sequence[BenchReport]) -> str:
     profiles = list(dict.fromkeys(report.profile for report in reports))
     title = ", ".join(dict.fromkeys(report.name for report in reports))
     words = f"{len(reports)} benchmark reports" if len(reports) > 1 else f"benchmark, {KIND[reports[0].kind]}"
-    header = [tag("h1", title, span("sub", words)), _reports_table(paths, reports)]
+    header = [
+        elements.title(title, words),
+        _reports_table(paths, reports),
+        elements.notes([report.reason for report in reports if report.reason]),
+    ]
     names = names_of(paths, reports)
     sections: list[Section] = []
     for profile in profiles:
@@ -48,10 +53,9 @@ def bench_page(paths: Sequence[Path], reports: Sequence[BenchReport]) -> str:
             Section(f"time-{place}", f"{prefix}Time", _budgets(report), "Exposed seconds by part, per sample.")
         )
     sections.append(Section("environment", "Environment", [_environments(names, reports)], _same_environment(reports)))
-    sections.append(
-        Section("work", "Work and settings", [_work(name, report) for name, report in zip(names, reports, strict=True)])
-    )
-    return document(f"{title}: pvg report", header, sections, footer())
+    work = [piece for name, report in zip(names, reports, strict=True) for piece in _work(name, report)]
+    sections.append(Section("work", "Work and settings", work))
+    return page(f"{title}: pvg report", header, sections)
 
 
 def names_of(paths: Sequence[Path], reports: Sequence[BenchReport]) -> list[str]:
@@ -64,33 +68,28 @@ def names_of(paths: Sequence[Path], reports: Sequence[BenchReport]) -> list[str]
     return next((names for names in candidates if len(set(names)) == len(names)), candidates[-1])
 
 
-def _reports_table(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Html:
-    rows: list[list[Piece]] = []
+def _reports_table(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Table:
+    titles = ("report", "", "samples", "measured", "made", "commit", "file")
+    table = Table([Column(title) for title in titles], look="runs")
     for path, report in zip(paths, reports, strict=True):
         seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
-        commit = (report.environment.git_commit or ABSENT)[:10] + (
-            " with changes" if report.environment.git_dirty else ""
+        changed = " with changes" if report.environment.git_dirty else ""
+        table.add(
+            Cell(report.name, "strong"),
+            Cell(report.status, "badge good" if report.status == "ok" else "badge bad"),
+            f"{report.warmup} + {report.repeats}",
+            duration(seconds),
+            report.created.replace("T", " ")[:16],
+            (report.environment.git_commit or ABSENT)[:10] + changed,
+            Cell(str(path), "code"),
         )
-        rows.append(
-            [
-                tag("th", tag("strong", report.name)),
-                tag("td", badge(report.status, "good" if report.status == "ok" else "bad")),
-                f"{report.warmup} + {report.repeats}",
-                duration(seconds),
-                report.created.replace("T", " ")[:16],
-                commit,
-                tag("td", tag("code", str(path))),
-            ]
-        )
-    failed = [report.reason for report in reports if report.reason]
-    notes = tag("ul", *(tag("li", reason) for reason in failed), class_="notes") if failed else None
-    return join([table(["report", "", "samples", "measured", "made", "commit", "file"], rows, "runs"), notes])
+    return table
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
 
 
-def _strips(reports: Sequence[tuple[str, BenchReport]]) -> list[Html | None]:
+def _strips(reports: Sequence[tuple[str, BenchReport]]) -> list[object]:
     """A chart per measure; the headline first. A report's variants have one colour: rows tell them apart."""
     rows: dict[str, list[tuple[str, Sequence[float], str]]] = {}
     units: dict[str, tuple[str, str]] = {}
@@ -102,7 +101,7 @@ def _strips(reports: Sequence[tuple[str, BenchReport]]) -> list[Html | None]:
                 units.setdefault(measure, (samples.unit, samples.better))
     headlines = {headline_of(report) for _, report in reports}
     order = sorted(rows, key=lambda measure: (measure not in headlines, list(rows).index(measure)))
-    charts: list[Html | None] = []
+    charts: list[Markup] = []
     for measure in order:
         unit, better = units[measure]
         written = "" if unit in ("1", "s") else f"{unit}, "
@@ -110,8 +109,10 @@ def _strips(reports: Sequence[tuple[str, BenchReport]]) -> list[Html | None]:
             dot_strips(measure.replace("_", " "), rows[measure], style_of(unit), unit=f"{written}{better} is better")
         )
     if not charts:
-        charts.append(tag("p", "Nothing was measured.", class_="empty"))
-    return [*charts[:1], details(f"{len(charts) - 1} more measures", *charts[1:])] if len(charts) > 4 else charts
+        return [elements.empty("Nothing was measured.")]
+    if len(charts) <= 4:
+        return list(charts)
+    return [charts[0], elements.details(f"{len(charts) - 1} more measures", charts[1:])]
 
 
 def style_of(unit: str) -> Style:
@@ -140,110 +141,75 @@ def _gains_lead(report: BenchReport) -> str:
     return f"How many times better {headline} is than with {first}, with the interval at 95 %."
 
 
-def _gains(report: BenchReport) -> list[Html | None]:
+def _gains(report: BenchReport) -> list[object]:
     if not isinstance(report.config.get("profile"), dict):
-        return [tag("p", "The report does not say by which profile it was made.", class_="empty")]
+        return [elements.empty("The report does not say by which profile it was made.")]
     found = gains(report)
     headline = headline_of(report)
-    head: list[Piece] = ["variant", headline.replace("_", " "), "against the one before", "against the first", ""]
-    rows: list[list[Piece]] = []
+    titles = (headline.replace("_", " "), "against the one before", "against the first")
+    table = Table([Column("variant"), *(Column(title, "right") for title in titles), Column()], look="gains")
     for gain in found:
         samples = gain.variant.samples.get(headline)
         value = styled(style_of(samples.unit), median(samples.values)) if samples else ABSENT
-        said: Piece = gain.says
-        if gain.variant.status == "failed":
-            said = join([badge("failed", "bad"), " ", gain.variant.reason])
-        rows.append(
-            [
-                gain.variant.label or "all slow",
-                value,
-                _ratio(gain.step),
-                _ratio(gain.whole),
-                tag("td", said, class_="words"),
-            ]
-        )
-    return [_ladder_chart(report, found), table(head, rows, "figures gains")]
+        failed = gain.variant.status == "failed"
+        said = Cell("failed", "badge bad", gain.variant.reason) if failed else Cell(gain.says)
+        table.add(gain.variant.label or "all slow", value, _ratio(gain.step), _ratio(gain.whole), said)
+    return [_ladder_chart(report, found), table]
 
 
-def _ratio(interval: RatioInterval | None) -> Html:
+def _ratio(interval: RatioInterval | None) -> Cell:
     if interval is None:
-        return tag("td", ABSENT)
-    sure = "better" if interval.low > 1 else "worse" if interval.high < 1 else None
-    return tag(
-        "td", f"{interval.ratio:.3g}×", span("quiet", f" {interval.low:.3g} to {interval.high:.3g}"), class_=sure
-    )
+        return Cell(ABSENT)
+    sure = "better" if interval.low > 1 else "worse" if interval.high < 1 else ""
+    return Cell(f"{interval.ratio:.3g}×", sure, f"{interval.low:.3g} to {interval.high:.3g}")
 
 
-def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Html | None:
+def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Markup:
     """Bars: times better than the first variant, with whiskers for the interval."""
     ratios = [(gain, gain.whole) for gain in found if gain.whole is not None]
     if not ratios:
-        return None
+        return Markup()
     x = nice_axis([0.0, *(interval.high for _, interval in ratios)], zero=True, most_ticks=6)
+    grid = [chart.shape("path", d=f"M{number(x.x(tick))} 0V{number(SPAN)}", class_="grid") for tick in x.ticks]
+    one = chart.shape("path", d=f"M{number(x.x(1.0))} 0V{number(SPAN)}", class_="reference")
     rows = []
     for gain, interval in ratios:
-        low, high = x.x(interval.low), x.x(interval.high)
+        low, high = number(x.x(interval.low)), number(x.x(interval.high))
         reach = f"{interval.ratio:.3g} times as good, {interval.low:.3g} to {interval.high:.3g}"
-        words = f"{gain.variant.label or 'the first'}: {reach}"
-        one = number(x.x(1.0))
-        drawing = [
-            *(tag("path", d=f"M{number(x.x(tick))} 0V{number(SPAN)}", class_="grid") for tick in x.ticks),
-            tag(
-                "rect",
-                tag("title", words),
-                x=0,
-                y=180,
-                width=x.x(interval.ratio),
-                height=640,
-                class_="fill run-0 light",
-            ),
-            tag(
-                "path",
-                d=f"M{number(low)} 500H{number(high)}M{number(low)} 330V670M{number(high)} 330V670",
-                class_="line run-0",
-            ),
-            tag("path", d=f"M{one} 0V{number(SPAN)}", class_="reference"),
-        ]
+        hint = f"{gain.variant.label or 'the first'}: {reach}"
+        width = x.x(interval.ratio)
+        bar = chart.shape("rect", hint, x=0, y=180, width=width, height=640, class_="fill run-0 light")
+        ends = f"M{low} 500H{high}M{low} 330V670M{high} 330V670"
+        whiskers = chart.shape("path", d=ends, class_="line run-0")
         label = gain.variant.label or ("all slow" if report.kind == "ablation" else "the first")
-        area = div("area", svg(*drawing, label=words))
-        rows.append(div("strip", span("strip-name", label), area, span("strip-value", f"{interval.ratio:.3g}×")))
-    ticks = div("xs", *(tag("span", label, style=f"left:{number(100 * share)}%") for share, label in x.labels()))
-    axis = div("strip", span("strip-name"), ticks, span("strip-value"))
-    return figure(
-        "Times better than the first",
-        div("strips", *rows, axis),
-        unit=headline_of(report).replace("_", " "),
-        class_="wide",
-    )
+        rows.append((label, chart.drawing([*grid, bar, whiskers, one], hint), f"{interval.ratio:.3g}×"))
+    body = chart.strips(rows, chart.ticks(x.labels()))
+    unit = headline_of(report).replace("_", " ")
+    return chart.figure("Times better than the first", body, unit=unit, look="wide")
 
 
 # --- time --------------------------------------------------------------------------------------------------------
 
 
-def _budgets(report: BenchReport) -> list[Html | None]:
+def _budgets(report: BenchReport) -> list[object]:
     """Bars of all variants on one scale, then the table of the only one or of the last (the fastest rung)."""
     timed = [variant for variant in report.variants if variant.budget is not None and variant.budget.steps]
     if not timed:
-        return [tag("p", "No variant finished, so there is no budget.", class_="empty")]
+        return [elements.empty("No variant finished, so there is no budget.")]
     each = {variant.label: _per_sample(variant) for variant in timed}
     longest = max(sum(budget.values()) for budget in each.values())
-    rows = [
-        div(
-            "phase-row run-row",
-            span("phase-name", label or report.name),
-            stacked_row(budget, longest, f"{label or report.name}: {styled('seconds', sum(budget.values()))}"),
-            span("phase-time", styled("seconds", sum(budget.values()))),
-        )
-        for label, budget in each.items()
-    ]
-    keys = legend(Key(part.label, part.style, shape="box") for part in in_order(total_budget(each.values())))
+    rows = []
+    for label, budget in each.items():
+        name, seconds = label or report.name, styled("seconds", sum(budget.values()))
+        rows.append((name, stacked_row(budget, longest, f"{name}: {seconds}"), seconds))
+    keys = chart.legend([box_key(part) for part in in_order(total_budget(each.values()))])
     shown = timed[-1]
     assert shown.budget is not None
     steps = shown.budget.steps
     budget = each[shown.label]
     busy = {part: seconds / steps for part, seconds in shown.budget.busy.items()}
-    heading = subheading(shown.label) if len(timed) > 1 else None
-    return [keys, div("phases", *rows), heading, parts_table(budget, busy, budget), *_derived(timed)]
+    heading = elements.subheading(shown.label) if len(timed) > 1 else None
+    return [keys, chart.bar_rows(rows), heading, parts_table(budget, busy, budget), *_derived(timed)]
 
 
 def _per_sample(variant: Variant) -> dict[str, float]:
@@ -251,15 +217,14 @@ def _per_sample(variant: Variant) -> dict[str, float]:
     return total_budget([{part: seconds / variant.budget.steps for part, seconds in variant.budget.exposed.items()}])
 
 
-def _derived(variants: Sequence[Variant]) -> list[Html | None]:
+def _derived(variants: Sequence[Variant]) -> list[object]:
     names = list(dict.fromkeys(name for variant in variants for name in variant.derived))
     if not names:
         return []
-    head: list[Piece] = ["", *(variant.label or "value" for variant in variants)]
-    rows: list[list[Piece]] = [
-        [name.replace("_", " "), *(_figure(variant.derived.get(name)) for variant in variants)] for name in names
-    ]
-    return [subheading("Derived figures"), table(head, rows, "figures")]
+    table = Table([Column(), *(Column(variant.label or "value", "right") for variant in variants)])
+    for name in names:
+        table.add(name.replace("_", " "), *(_figure(variant.derived.get(name)) for variant in variants))
+    return [elements.subheading("Derived figures"), table]
 
 
 def _figure(value: float | None) -> str:
@@ -269,19 +234,18 @@ def _figure(value: float | None) -> str:
 # --- where and what ----------------------------------------------------------------------------------------------
 
 
-def _environments(names: Sequence[str], reports: Sequence[BenchReport]) -> Html:
+def _environments(names: Sequence[str], reports: Sequence[BenchReport]) -> Markup | Table:
     plains = [report.environment.model_dump() for report in reports]
     if len(reports) == 1:
-        return facts([(key.replace("_", " "), str(value)) for key, value in plains[0].items() if value is not None])
-    rows: list[list[Piece]] = []
+        pairs = [(key.replace("_", " "), str(value)) for key, value in plains[0].items() if value is not None]
+        return elements.facts(pairs)
+    table = Table([Column(title) for title in ("", *names)])
     for key in plains[0]:
         values = ["" if plain[key] is None else str(plain[key]) for plain in plains]
         if any(values):
-            differs = len(set(values)) > 1
-            rows.append(
-                [key.replace("_", " "), *(tag("td", value, class_="worse" if differs else None) for value in values)]
-            )
-    return table(["", *names], rows)
+            style = "worse" if len(set(values)) > 1 else ""
+            table.add(key.replace("_", " "), *(Cell(value, style) for value in values))
+    return table
 
 
 def _same_environment(reports: Sequence[BenchReport]) -> str:
@@ -291,18 +255,16 @@ def _same_environment(reports: Sequence[BenchReport]) -> str:
     return "The same for all reports." if same else "Coloured where the reports differ: mind it when comparing them."
 
 
-def _work(name: str, report: BenchReport) -> Html:
-    rows: list[list[Piece]] = [
-        [tag("th", tag("code", key)), tag("code", value)] for key, value in flat(report.work).items()
+def _work(name: str, report: BenchReport) -> list[object]:
+    settings = _code_table("setting", flat(report.config))
+    return [
+        elements.subheading(name),
+        elements.commands([(report.command, "")]),
+        _code_table("work of every sample", flat(report.work)),
+        elements.details("All settings", [settings]),
     ]
-    settings: list[list[Piece]] = [
-        [tag("th", tag("code", key)), tag("code", value)] for key, value in flat(report.config).items()
-    ]
-    return join(
-        [
-            subheading(name),
-            tag("ul", tag("li", tag("code", report.command)), class_="commands"),
-            table(["work of every sample", ""], rows, "settings") if rows else None,
-            details("All settings", table(["setting", ""], settings, "settings")),
-        ]
-    )
+
+
+def _code_table(title: str, values: Mapping[str, str]) -> Table:
+    rows = [(Cell(key, "code"), Cell(value, "code")) for key, value in values.items()]
+    return Table([Column(title), Column()], list(rows), look="settings")
