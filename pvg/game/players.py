@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from pvg.config import sections
 from pvg.config.experiment import Experiment
 from pvg.game.roles import prompt_renderer
 from pvg.game.seeds import seed_for
@@ -140,39 +141,15 @@ class Players:
         """A verifier at its initial weights, as `member` of an ensemble where these leave anything free; the caller
         closes it. `like`: another member, with which it shares what never changes. Raises what `attach_adapters` and
         `build_verifier` raise."""
-        experiment = self.experiment
-        section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
-        seed = seed_for(experiment.seed, *place)
-        if not section.lora_rank:
-            model = open_model(models.verifier, self.device)
-        elif self.verifier_is_on_base:
-            model = self._with_adapters(self.base, seed)
-        else:
-            with open_model(models.verifier, self.device) if like is None else like.start_model() as start:
-                model = self._with_adapters(start, seed)
-        # What a user's head draws must be the same whenever this run opens one: a version knows what is trained alone.
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
-            verifier = build_verifier(section, model)
-        if like is not None:
-            verifier.share_with(like)
-        if member:  # the first one is what a verifier without an ensemble is
-            verifier.start_elsewhere(seed)
-        return verifier
+        return open_verifier(self.experiment, self.device, self.base, round_, member, like)
 
     @property
     def verifier_is_on_base(self) -> bool:
         """Whether the verifier is adapters on the base prover's own weights."""
-        models = self.experiment.models
-        return bool(self.experiment.verifier.lora_rank) and models.verifier == models.prover
-
-    def _with_adapters(self, start: LanguageModel, seed: int) -> LanguageModel:
-        section = self.experiment.verifier
-        return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
+        return verifier_is_on_base(self.experiment)
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
-        shown = self.task.shown if isinstance(self.task, ConcealsText) else None
-        return VerifierTemplate(verifier.tokenizer, self.experiment.rollout.prompts, verifier.reads, shown)
+        return template_of(self.experiment, self.task, verifier)
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
         """A scorer with an empty cache. The caller still owns the verifier. `beside_trainer`: score in the thread
@@ -216,3 +193,47 @@ class Players:
         self.base.close()
         if self._owns_executor:
             self.executor.shutdown(wait=True)
+
+
+def open_verifier(
+    experiment: Experiment,
+    device: torch.device,
+    base: LanguageModel | None,
+    round_: int = 0,
+    member: int = 0,
+    like: VerifierModel | None = None,
+) -> VerifierModel:
+    """See `Players.open_verifier`. Without the `base` prover, a verifier that adapts it opens its own copy."""
+    section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
+    seed = seed_for(experiment.seed, *place)
+    if not section.lora_rank:
+        model = open_model(models.verifier, device)
+    elif base is not None and verifier_is_on_base(experiment):
+        model = _with_adapters(section, base, seed)
+    else:
+        with open_model(models.verifier, device) if like is None else like.start_model() as start:
+            model = _with_adapters(section, start, seed)
+    # What a user's head draws must be the same whenever this run opens one: a version knows what is trained alone.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
+        verifier = build_verifier(section, model)
+    if like is not None:
+        verifier.share_with(like)
+    if member:  # the first one is what a verifier without an ensemble is
+        verifier.start_elsewhere(seed)
+    return verifier
+
+
+def verifier_is_on_base(experiment: Experiment) -> bool:
+    """See `Players.verifier_is_on_base`."""
+    return bool(experiment.verifier.lora_rank) and experiment.models.verifier == experiment.models.prover
+
+
+def _with_adapters(section: sections.Verifier, start: LanguageModel, seed: int) -> LanguageModel:
+    return attach_adapters(start, section.lora_rank, section.lora_alpha, seed, shared=True, section="verifier")
+
+
+def template_of(experiment: Experiment, task: Task, verifier: ScoringModel) -> VerifierTemplate:
+    """What `verifier` reads of a solution of `task`."""
+    shown = task.shown if isinstance(task, ConcealsText) else None
+    return VerifierTemplate(verifier.tokenizer, experiment.rollout.prompts, verifier.reads, shown)

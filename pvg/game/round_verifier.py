@@ -10,15 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.game.players import Players
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.verifier.protocol import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class VerifierOpener(Protocol):
+    """Opens a verifier at its initial weights: the players of a run (pvg.game.players.Players)."""
+
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel: ...
+
 
 ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]
 
@@ -32,7 +38,7 @@ def member_weights_name(round_: int, member: int) -> str:
     return f"{verifier_weights_name(round_)}-member-{member}"
 
 
-def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
+def read_verifier(players: VerifierOpener, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
     """The frozen verifier that was saved as `name`, such as a round's, and its acceptance threshold; the caller closes
     it. In the compute thread. `read_weights` gives what `Ledger.save_weights` was given under a name."""
     tensors, meta = read_weights(name)
@@ -46,7 +52,7 @@ def read_verifier(players: Players, read_weights: ReadWeights, name: str) -> tup
     return VerifierEnsemble(members, meta["aggregation"], scales), threshold
 
 
-def read_members(players: Players, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
+def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
     """The members of an ensemble, each a verifier of its own, which share what training never changed."""
     members: list[VerifierModel] = []
     with ExitStack() as opened:

@@ -156,6 +156,15 @@ def refuse_name(name: str) -> None:
         )
 
 
+def free_name(root: Path, name: str) -> str:
+    """`name`, or `name-2`, `name-3` and so on: the first one that does not exist in `root`."""
+    free, number = name, 1
+    while (root / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
 # Kinds of records that a run may write before its first commit. All other kinds follow a commit.
 BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "alert"})
 

@@ -14,17 +14,19 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pvg.config.sections import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.core_waits import CoreTime
 
 Kind = Literal["uvloop", "asyncio"]
+Result = TypeVar("Result")
 
 
 def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
@@ -36,6 +38,24 @@ def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
     except ImportError:
         return asyncio.Runner(), "uvloop is not installed here: the run uses asyncio's own event loop, which is slower."
     return asyncio.Runner(loop_factory=uvloop.new_event_loop), None
+
+
+def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "asyncio") -> Result:
+    """Run the coroutine of `work()` in a new event loop of `kind` and return its result.
+
+    Where this thread runs an event loop already, as in a notebook, another thread runs the new one meanwhile.
+    """
+
+    def run() -> Result:
+        with runner(kind)[0] as loop:
+            return loop.run(work())
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "pvg-loop") as thread:
+        return thread.submit(run).result()
 
 
 # How late the event loop is: the lag of a tick that should come `hz` times a second, and when to warn of it.

@@ -20,7 +20,9 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +31,8 @@ from torch import Tensor
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.padding import WIDTH, padded_width
-from pvg.records import Float32, Scorable
+from pvg.records import Float32, Int32, Scorable
+from pvg.telemetry.event_loop import run_to_end
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.backend import ScoreBackend, ScoredBatch, ScoreInput, TorchBackend
 from pvg.verifier.cache import ScoreCache, ScoreKey, digest_of
@@ -63,6 +66,22 @@ class _Job:
     submitted: float
 
 
+class FinishedRun(Protocol):
+    """A run that opens the scorers of its finished rounds: `pvg.Run`."""
+
+    def open_scorer(self, round: int) -> VerifierScorer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextSolution:
+    """A solution that is known by its text alone: what `score_texts` scores."""
+
+    id: str
+    question: str
+    text: str
+    completion_ids: Int32 = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+
 class VerifierScorer(Scorer):
     """Scores with one verifier, which it borrows. All methods belong to one event loop's thread.
 
@@ -84,7 +103,11 @@ class VerifierScorer(Scorer):
         prover_fingerprint: str | None = None,
         backend: ScoreBackend | None = None,
         reading: Executor | None = None,
+        threshold: float | None = None,
+        owned: AbstractContextManager[object] | None = None,
     ) -> None:
+        """`threshold`: the verifier accepts a solution whose score reaches it; None where it is not known. `owned`:
+        what `close` closes, such as the model."""
         self._model = model
         self._template = template
         self._version = version
@@ -103,6 +126,34 @@ class VerifierScorer(Scorer):
         self._batch: asyncio.Future[ScoredBatch] | None = None  # what the worker waits for
         self._shared = self._forward_passes = 0
         self._queue_s = self._service_s = 0.0
+        self.threshold = threshold
+        self._owned = owned
+
+    @classmethod
+    def load(cls, run: FinishedRun, round: int = -1) -> VerifierScorer:
+        """The scorer of a finished round's verifier, computed by torch in this process. Rounds count from 0; -1 is the
+        last. Leave it as a context manager, or `close` it, to free the model.
+
+        Raises UsageError for a round that is not finished.
+        """
+        return run.open_scorer(round)
+
+    def score_texts(self, problem: str, solutions: Sequence[str]) -> Float32:
+        """float32 [n], logits: how sure the verifier is that each text solves `problem`. Raises what `score` raises."""
+        texts = [TextSolution(f"text {number}", problem, text) for number, text in enumerate(solutions)]
+        return run_to_end(lambda: self.score(texts))
+
+    def close(self) -> None:
+        """Close what the scorer owns. A scorer that `load` opened owns its model."""
+        if self._owned is not None:
+            owned, self._owned = self._owned, None
+            owned.__exit__(None, None, None)
+
+    def __enter__(self) -> VerifierScorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def version(self) -> str:
