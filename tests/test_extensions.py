@@ -263,7 +263,7 @@ def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) ->
 
     text = Path(reward).read_text()
     written(text + "# changed\n")
-    with run.lock(), pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+    with run.lock(), pytest.raises(StateError, match=r"mine\.py has changed since this run started"):
         asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=True))
     written(text)
     with run.lock():
