@@ -150,7 +150,7 @@ def test_a_pair_loss_must_give_one_number_for_each_pair() -> None:
     written("def mine(c, i):\n    return (i - c).exp()\ndef total(c, i):\n    return (i - c).sum()\n")
     scores_M = torch.tensor([0.0, 1.0])
     assert pair_loss("mine.py:mine")(scores_M, scores_M).tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match="one number for each pair of 2"):
+    with pytest.raises(ConfigurationError, match="one number per pair, for 2 pairs"):
         pair_loss("mine.py:total")(scores_M, scores_M)
     assert pair_loss("bradley_terry") is bradley_terry
 
