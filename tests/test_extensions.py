@@ -150,7 +150,7 @@ def test_a_pair_loss_must_give_one_number_for_each_pair() -> None:
     written("def mine(c, i):\n    return (i - c).exp()\ndef total(c, i):\n    return (i - c).sum()\n")
     scores_M = torch.tensor([0.0, 1.0])
     assert pair_loss("mine.py:mine")(scores_M, scores_M).tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match="one number for each pair of 2"):
+    with pytest.raises(ConfigurationError, match="one number per pair, for 2 pairs"):
         pair_loss("mine.py:total")(scores_M, scores_M)
     assert pair_loss("bradley_terry") is bradley_terry
 
@@ -263,7 +263,7 @@ def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) ->
 
     text = Path(reward).read_text()
     written(text + "# changed\n")
-    with run.lock(), pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+    with run.lock(), pytest.raises(StateError, match=r"mine\.py has changed since this run started"):
         asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=True))
     written(text)
     with run.lock():

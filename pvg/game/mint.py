@@ -1,8 +1,8 @@
-"""MINT: solutions for the verifier to learn from, sampled on its half of the problems.
+"""MINT: sample the solutions that the verifier learns from, on the verifier's half of the problems.
 
-Each source (the base prover, the provers of earlier rounds) gets its share of the problems by the mixture, and every
-problem the same number of solutions, half of them helpful and half sneaky by `game.sneaky_share`. One chunk of problems
-is one step and one commit.
+The mixture gives each source (the base prover and the provers of earlier rounds) a share of the problems. Every problem
+gets the same number of solutions, of which `game.sneaky_share` are sneaky. One chunk of problems is one step and one
+commit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pvg.telemetry.spans import span
 
 @dataclass(frozen=True, slots=True)
 class ProblemChunk:
-    """Problems sampled from one source in one go."""
+    """Problems that one source solves in one call."""
 
     number: int
     source: str
@@ -33,7 +33,7 @@ class ProblemChunk:
 
 
 def plan(session: Session) -> list[ProblemChunk]:
-    """All chunks of this round's mint, sources oldest first: the same list in every process."""
+    """All chunks of this round's mint, oldest source first. Every process computes the same list."""
     game, round_ = session.experiment.game, session.state.round
     shares = source_weights(game, sources_for_round(round_))
     counts = apportion(game.mint_problems, shares)
@@ -50,7 +50,7 @@ def plan(session: Session) -> list[ProblemChunk]:
 
 
 async def mint(session: Session) -> None:
-    """Play the phase from the last committed chunk on and enter TRAIN_VERIFIER."""
+    """Run the phase from the last committed chunk on, then enter TRAIN_VERIFIER."""
     game, state = session.experiment.game, session.state
     chunks = plan(session)
     per_problem = game.mint_samples
@@ -62,7 +62,7 @@ async def mint(session: Session) -> None:
     for chunk in chunks[state.step :]:
         version, chunk_started = session.state.version, time.perf_counter()
         if chunk.source != loaded:
-            # A source is one version, also where a resumed process has to load it again.
+            # All chunks of a source share one version, even if a resumed process loads the source again.
             begun = chunk.number > 0 and chunks[chunk.number - 1].source == chunk.source
             version += not begun
             with span("sync"):
@@ -80,7 +80,7 @@ async def mint(session: Session) -> None:
         minted = await session.ledger.sample_columns(state.round, Phase.MINT.value)
         seconds = time.perf_counter() - started
         metrics = sample_metrics(minted, seconds)
-    if state.step:  # an earlier process sampled a part of it, in seconds that this one does not know
+    if state.step:  # an earlier process sampled a part, and this process does not know its seconds
         del metrics["tokens_per_s"]
     session.finish_phase(info, metrics, seconds)
     await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))

@@ -1,9 +1,9 @@
-"""A round's verifier on disk: one model, or an ensemble. Whatever opens a round's verifier does it here.
+"""A round's verifier on disk: one model or an ensemble.
 
     verifier, threshold = read_verifier(players, ledger.read_weights, verifier_weights_name(round_))
 
-One model is a folder of weights. An ensemble is a folder for each member, and one under the verifier's own name that
-holds the scales and names the members.
+One model is one folder of weights. An ensemble has one folder per member, and a folder under the verifier's name with
+the members' names and scales.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def verifier_weights_name(round_: int) -> str:
 
 
 def member_weights_name(round_: int, member: int) -> str:
-    """Of a member of the round's ensemble, from 0."""
+    """The name of one member of a round's ensemble; members count from 0."""
     return f"{verifier_weights_name(round_)}-member-{member}"
 
 
 def read_verifier(players: VerifierOpener, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
-    """The frozen verifier that was saved as `name`, such as a round's, and its acceptance threshold; the caller closes
-    it. In the compute thread. `read_weights` gives what `Ledger.save_weights` was given under a name."""
+    """The frozen verifier that was saved as `name`, and its acceptance threshold; the caller closes it. Runs in the
+    compute thread. `read_weights` returns what `Ledger.save_weights` stored under a name."""
     tensors, meta = read_weights(name)
     threshold = float(meta["threshold"])
     if "members" not in meta:
@@ -53,7 +53,7 @@ def read_verifier(players: VerifierOpener, read_weights: ReadWeights, name: str)
 
 
 def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
-    """The members of an ensemble, each a verifier of its own, which share what training never changed."""
+    """The members of an ensemble, one model each; they share the tensors that training never changes."""
     members: list[VerifierModel] = []
     with ExitStack() as opened:
         for name in names:

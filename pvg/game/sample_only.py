@@ -1,4 +1,4 @@
-"""`pvg rollout`: sample the base prover and store what it writes, graded; no verifier, no training."""
+"""`pvg rollout`: sample the base prover, grade its solutions and store them. It uses no verifier and trains nothing."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ async def sample_only(
 ) -> GameOutcome:
     """Sample `rollout.group_size` solutions per problem and role of the first `problems` problems (None: all).
 
-    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError when the run holds anything,
+    Commits after every chunk of at most `rollout.max_rows` rollouts. Raises StateError if the run is not empty,
     UsageError for a decoupled game.
     """
     started = time.perf_counter()
     if experiment.game.protocol == "decoupled":
         raise UsageError(
-            "pvg rollout samples solutions, and game.protocol = 'decoupled' has translations of a solver's.",
-            "Sample with game.protocol=direct, or play the game: pvg train",
+            "pvg rollout samples direct solutions, but game.protocol = 'decoupled' samples translations of a solver's.",
+            "Add -s game.protocol=direct, or play the game: pvg train",
         )
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False)

@@ -379,6 +379,6 @@ def test_a_run_is_not_evaluated_with_other_code_than_it_was_played_with(tmp_path
     ledger = Ledger(RunDirectory.create(tmp_path, "own", experiment), experiment, "test")
     check_same_code(ledger.state, experiment)
     mine.write_text("def mine(outcomes, game):\n    return -outcomes.scores_N\n")
-    with pytest.raises(StateError, match=r"mine\.py is not what this run was begun with"):
+    with pytest.raises(StateError, match=r"mine\.py has changed since this run started"):
         check_same_code(ledger.state, experiment)
     ledger.close()

@@ -131,7 +131,7 @@ def test_a_played_run_is_neither_played_again_nor_resumed_under_another_configur
     shutil.copytree(finished.path, root / "drill")
     run = RunDirectory.open("drill", root)
     stop = asyncio.Event()
-    with run.lock(), pytest.raises(StateError, match="played already"):
+    with run.lock(), pytest.raises(StateError, match="already begun"):
         asyncio.run(play(small_experiment(), run, observer=SilentObserver(), stop=stop, resume=False))
     data = small_experiment().plain()
     data["training"]["kl"] = 0.5
