@@ -1,6 +1,6 @@
-"""Sampling solutions: the `Engine` protocol, its engines, and the dispatcher that turns orders into graded groups.
+"""Sampling solutions: the `Engine` protocol, its engines, and the dispatcher that samples and grades groups.
 
-Importing this package loads no torch; opening the torch engine does.
+Importing this package does not load torch. Opening the torch engine does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is made from. `base` is borrowed: an engine that needs weights takes a copy. `run` names the
-    folder of published weights, `prompts` gives the canary's."""
+    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them. `run` names
+    the folder of published weights. `prompts` returns the canary's prompts."""
 
     experiment: Experiment
     base: LanguageModel
@@ -48,7 +48,7 @@ class EngineSetup:
 
 
 def open_engine(setting: EngineSetup) -> Engine:
-    """The engine that `rollout.engine` names. Nothing is asked of it yet: see `Engine.ready`."""
+    """The engine that `rollout.engine` names. It sends no request yet: see `Engine.ready`."""
     return ENGINES[setting.experiment.rollout.engine](setting)
 
 
@@ -81,5 +81,5 @@ def _open_vllm(setting: EngineSetup) -> Engine:
     )
 
 
-# `rollout.engine` in an experiment.
+# Engine names, as in the setting `rollout.engine`.
 ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}

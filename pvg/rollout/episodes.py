@@ -1,17 +1,19 @@
-"""Episodes of several turns: the prover writes, an environment observes, the prover goes on. Tokens in, tokens out.
+"""Multi-turn episodes: the prover writes, an environment observes, the prover continues. Tokens in, tokens out.
 
     groups = await dispatcher.sample(orders, environment=environment, ...)
 
-The prompt of a turn is the exact token ids of everything before it: nothing that was sampled is tokenised again, so the
-log-probs stay those of what was sampled, and a server's prefix cache finds all of it but the observation.
+The prompt of a turn is the exact token ids of everything before it. Sampled text is never tokenized again, so log-probs
+stay exact, and a server's prefix cache contains everything but the observation.
 
-All episodes of a call take their turns together: the environment is asked about all of them at once, when the last one
-has written. So it can compute for many in one batch, and a synchronous run submits the same requests in the same order
-every time. A deadline is of one turn: its clock starts with the turn's first request, and an episode that it cuts is
-given up whole.
+All episodes of a call move in lockstep: when the last one has finished a turn, the environment observes all of them at
+once. So it can compute in one batch, and a synchronous run always submits the same requests in the same order. A
+deadline applies to one turn: its clock starts with the turn's first request, and an episode that it cuts is dropped
+entirely.
 
-Invariants: the turns of a rollout, one after the other, are its completion; `Rollout.sampled_mask` is True for the
-tokens of the engine's completions and for no other; each token's version is that of the engine when it was sampled.
+Invariants:
+- The turns of a rollout, concatenated, are its completion.
+- `Rollout.sampled_mask` is True exactly for tokens that the engine sampled.
+- Each token's version is the engine's version when the token was sampled.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
 
 
-TAG_ROOM, QUOTED_ROOM = 8, 320  # tokens that a question of the challenge protocol may take
+TAG_ROOM, QUOTED_ROOM = 8, 320  # most tokens of a question in the challenge protocol
 
 
 def completion_room(experiment: Experiment) -> int:
-    """Most tokens of a completion, what an environment writes included."""
+    """The most tokens of a completion, including what the environment writes."""
     rollout, game = experiment.rollout, experiment.game
     if game.protocol != "challenge":
         return rollout.max_tokens
@@ -56,8 +58,8 @@ def completion_room(experiment: Experiment) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment tells the prover: `token_ids` int32 [O], O >= 1, whose `text` a reader is shown; the prover
-    may answer with at most `max_tokens` tokens."""
+    """What an environment tells the prover: `token_ids` int32 [O], O >= 1, and their `text` for readers. The prover may
+    answer with at most `max_tokens` tokens."""
 
     token_ids: Int32
     text: str
@@ -66,10 +68,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What an environment sees of an episode: never its role, for the verifier reads what the environment says.
+    """What an environment sees of an episode. The role is left out, because the verifier reads the observations.
 
-    `prompt_ids` int32 [P], `completion_ids` int32 [C] of all turns so far; the turn that was just written begins at
-    `last_start` and is number `turn`, from 0. `stopped`: it ended by itself, with a stop token.
+    `prompt_ids` int32 [P]; `completion_ids` int32 [C] of all turns so far. `turn` is the number of the last turn, from
+    0, and `last_start` its first token. `stopped`: the turn ended with a stop token.
     """
 
     id: str
@@ -82,14 +84,14 @@ class Transcript:
 
 
 class Environment(Protocol):
-    """Independent of tasks and engines. `graded_turn` is the prover's turn that the task grades: 0 is the first, -1 the
+    """Independent of tasks and engines. `graded_turn`: the prover turn that the task grades; 0 is the first, -1 the
     last."""
 
     @property
     def graded_turn(self) -> int: ...
 
     async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
-        """What comes next in each; None: it is over. Each answer depends on its own transcript alone."""
+        """The next observation of each episode; None ends it. Each may depend only on its own transcript."""
         ...
 
 
@@ -114,7 +116,7 @@ class EpisodeSampler(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One episode as it is played."""
+    """One episode in progress."""
 
     order: GroupOrder
     index: int
@@ -131,7 +133,7 @@ class _Episode:
         return GenerationRequest(f"{self.id}/{turn}", prompt_ids, sampling, seed, on_tokens=tell)
 
     def parts(self) -> list[Int32]:
-        """The token ids of the turns so far, in their order."""
+        """The token ids of all turns so far, in order."""
         found: list[Int32] = []
         for turn, completion in enumerate(self.completions):
             found.append(completion.token_ids)
@@ -153,11 +155,11 @@ class _Episode:
 
     @property
     def tokens(self) -> int:
-        """Those that were sampled."""
+        """Number of sampled tokens."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
     def joined(self, texts: Sequence[str]) -> tuple[Completion, tuple[Turn, ...]]:
-        """All turns as one completion, given the texts of the prover's; no turns where there is but one."""
+        """All turns as one completion. `texts`: those of the prover's turns. An episode of one turn gets no turns."""
         parts, logprobs, spans, turns = self.parts(), list[Float32](), list[VersionSpan](), list[Turn]()
         start = 0
         for place, part in enumerate(parts):
@@ -177,7 +179,7 @@ class _Episode:
             np.concatenate(parts),
             np.concatenate(logprobs),
             tuple(spans),
-            self.completions[0].finish_reason,  # of the solution, which is what is graded
+            self.completions[0].finish_reason,  # of the solution, which is graded
             Timing(
                 sum(completion.timing.queued_s for completion in self.completions),
                 sum(completion.timing.service_s for completion in self.completions),
@@ -189,7 +191,7 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Played:
-    """What is left of one order."""
+    """The remaining episodes of one order."""
 
     order: GroupOrder
     episodes: list[_Episode]
@@ -208,7 +210,7 @@ async def play_episodes(
     deadline: Deadline | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Group]:
-    """See `Dispatcher.sample`. `bound` is held around each request."""
+    """See `Dispatcher.sample`. Each request holds `bound`."""
     played = [
         _Played(order, [_Episode(order, index, call.rollout_id(order, index)) for index in range(order.size)])
         for order in orders
@@ -254,7 +256,7 @@ async def _take_turn(
     bound: AbstractAsyncContextManager[None],
     deadline: Deadline | None,
 ) -> None:
-    """Turn number `turn` of all that wait. Those that the deadline has cut leave `played`."""
+    """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `played`."""
 
     async def one(gathering: GroupSampling[Completion], place: int, episode: _Episode) -> Completion:
         async with AsyncExitStack() as stack:

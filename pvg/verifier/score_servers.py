@@ -4,7 +4,7 @@
 
 Invariant 2 on servers: an answer counts only if its server had the requested weights. A reply that names its weights is
 trusted. In addition, after all answers have arrived, the client asks each server for its boot id and label. Both only
-increase, so a server that still has both had them all the time. ServerScores of other servers are requested again.
+increase, so a server that still has both had them all the time. Answers of other servers are requested again.
 """
 
 from __future__ import annotations

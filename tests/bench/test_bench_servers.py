@@ -307,7 +307,7 @@ def test_a_server_of_somebody_else_is_told_apart() -> None:
     async def run() -> None:
         async with other_server() as url:
             plan = plan_bench("rollout", ROLLOUT, server_urls=[url])
-            with pytest.raises(MissingRequirementError, match=r"without pvg's control routes.*pvg serve") as caught:
+            with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve") as caught:
                 await servers.look(plan.base.experiment)
             assert caught.value.exit_code == 3
 

@@ -177,7 +177,7 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused():
 def test_models_with_another_attention_are_refused():
     model = build()
     model.config._attn_implementation = "eager"
-    with pytest.raises(ConfigurationError, match=r"attention of its own.*shared_prompts = false"):
+    with pytest.raises(ConfigurationError, match=r"custom attention.*shared_prompts = false"):
         shared_prompt_logprobs(model, *rows_of(MIXED))
 
 

@@ -173,7 +173,7 @@ def test_a_cut_hands_back_the_experts_too() -> None:
         completion = await engine.generate(replace(request, begun=begun))
         assert completion.routed_experts is not None
         assert len(completion.routed_experts) == len(request.prompt_ids) + 12 - 1
-        with pytest.raises(ConfigurationError, match="no unfinished completion"):
+        with pytest.raises(ConfigurationError, match="not an unfinished completion"):
             check_request(replace(request, begun=replace(begun, routed_experts=begun.routed_experts[1:])))
 
     with_engine(use, model=model, lean=False, routed_experts=True)
@@ -218,7 +218,7 @@ def beginning(
 )
 def test_what_is_no_unfinished_completion_is_refused(begun: PartialCompletion) -> None:
     request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, begun=begun)
-    with pytest.raises(ConfigurationError, match="what it begins with is no unfinished completion"):
+    with pytest.raises(ConfigurationError, match="begun is not an unfinished completion"):
         check_request(request)
 
 
@@ -232,5 +232,5 @@ def test_an_engine_that_cannot_hand_back_says_so() -> None:
     class Other(Engine):
         pass
 
-    with pytest.raises(StateError, match="hands back no unfinished completions"):
+    with pytest.raises(StateError, match="cannot return unfinished completions"):
         Other().cut(["r"])

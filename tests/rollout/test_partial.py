@@ -246,7 +246,7 @@ def test_an_engine_that_cannot_cut_is_refused_before_anything_is_asked_of_it() -
 
     game = Game([1], groups=1, size=2, seconds=1)
     game.dispatcher.engine = Uncut(np.array([1]), 1.0, 2, 1000)
-    with pytest.raises(StateError, match="Uncut hands back no unfinished completions") as caught:
+    with pytest.raises(StateError, match="Uncut cannot return unfinished completions") as caught:
         PartialSampling(game.dispatcher, Deadline(1, 1, "batch"), versions=1, groups=1, size=2, whole=True)
     assert caught.value.remedy == "Set rollout.partial to false."
 

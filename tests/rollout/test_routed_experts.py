@@ -100,7 +100,7 @@ def test_nobody_carries_what_was_not_asked_for(tmp_path: Path) -> None:
 def test_a_server_that_does_not_tell_them_is_named_with_a_remedy(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
-        with pytest.raises(ConfigurationError, match=r"does not tell the experts .* rollout\.routed_experts") as caught:
+        with pytest.raises(ConfigurationError, match=r"does not report .* rollout\.routed_experts") as caught:
             await d.engine.generate(request(0))
         assert "pvg serve" in str(caught.value.remedy)
 

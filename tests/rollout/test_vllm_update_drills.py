@@ -378,7 +378,7 @@ def test_tokens_of_adapters_upon_other_weights_are_not_delivered(tmp_path: Path)
         d.servers[0].label = "18f-aa/3"  # another trainer uses the server too
         for number in range(8):
             await adapting.generate(request(number))
-        assert d.events.named("retry")[0]["why"].endswith("sampled upon weights '18f-aa/3', which another trainer sent")
+        assert d.events.named("retry")[0]["why"].endswith("sampled from weights '18f-aa/3', which another trainer sent")
         await adapting.close()
 
     run(use, tmp_path, max_lora_rank=16)

@@ -119,7 +119,7 @@ def test_a_wrong_key_is_told_with_what_mends_it_and_changes_nothing(key: str, tm
 def test_a_server_that_pvg_did_not_start_is_told_apart() -> None:
     async def use(control: ControlClient, _: FakeVllm) -> None:
         plain = ControlClient(control.url + "/elsewhere", control._pool, timeout_s=1.0, probe_timeout_s=PATIENCE_S)
-        with pytest.raises(MissingRequirementError, match=r"without pvg's control routes.*pvg serve"):
+        with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve"):
             await plain.info()
 
     drive(use)
@@ -127,18 +127,18 @@ def test_a_server_that_pvg_did_not_start_is_told_apart() -> None:
 
 def test_another_protocol_is_told_with_both_numbers() -> None:
     async def use(control: ControlClient, server: FakeVllm) -> None:
-        with pytest.raises(MissingRequirementError, match=r"speaks protocol 2 .* and this client 1"):
+        with pytest.raises(MissingRequirementError, match=r"uses protocol 2 .* but this client uses 1"):
             await control.info()
         assert server.calls["/pvg/info"] == 1
 
     drive(use, protocol=2)
     for found in ([], "pvg", {"status": "ok"}):
-        with pytest.raises(MissingRequirementError, match="speaks protocol None"):
+        with pytest.raises(MissingRequirementError, match="uses protocol None"):
             answered_with(lambda _, found=found: found, {}, lambda control: control.info())
 
 
 def test_an_incomplete_info_is_malformed() -> None:
-    with pytest.raises(MalformedReply, match="/pvg/info lacks 'boot'"):
+    with pytest.raises(MalformedReply, match="in /pvg/info, 'boot' is missing"):
         answered_with(lambda _: {"protocol": 1}, {}, lambda control: control.info())
 
 
@@ -292,7 +292,7 @@ def test_a_reply_without_its_stamps_is_malformed(missing: str, instead: str | No
     if instead is not None:
         headers[missing] = instead
     label = WeightLabel(SESSION, 1)
-    with pytest.raises(MalformedReply, match=f"the header {missing} is missing or no number"):
+    with pytest.raises(MalformedReply, match=f"the header {missing} is missing or not a number"):
         answered_with(
             lambda _: {"label": str(label)}, headers, lambda control: control.load_weights("run/v1", label, "t")
         )

@@ -102,7 +102,7 @@ def test_the_environment_wins_and_nothing_is_written(tmp_path: Path, monkeypatch
 )
 def test_a_key_that_is_none_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, key)
-    with pytest.raises(ConfigurationError, match=f"{KEY_VARIABLE} holds no key") as caught:
+    with pytest.raises(ConfigurationError, match=f"{KEY_VARIABLE} is not a valid key") as caught:
         control_key(tmp_path)
     assert key not in str(caught.value)
 
@@ -112,7 +112,7 @@ def test_a_file_that_holds_no_key_is_refused(content: bytes, tmp_path: Path) -> 
     path = tmp_path / KEY_FILE
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigurationError, match="holds no key"):
+    with pytest.raises(ConfigurationError, match="is not a valid key"):
         control_key(tmp_path)
     assert path.read_bytes() == content
 
@@ -121,7 +121,7 @@ def test_a_file_that_holds_no_key_is_refused(content: bytes, tmp_path: Path) -> 
 def test_a_key_that_others_may_read_is_refused_with_the_command_that_mends_it(mode: int, tmp_path: Path) -> None:
     control_key(tmp_path)
     (tmp_path / KEY_FILE).chmod(mode)
-    with pytest.raises(ConfigurationError, match=r"may be read by others.*chmod 600"):
+    with pytest.raises(ConfigurationError, match=r"is readable by others.*chmod 600"):
         control_key(tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_an_error_of_the_server_keeps_its_status_code_and_message(way: Way) -> N
 
 @pytest.mark.parametrize("kind", ["malformed", "short_json"])
 def test_a_reply_that_is_no_json_is_malformed(kind: Any) -> None:
-    assert "no JSON" in str(fault_of(whole, Fault(kind)))
+    assert "not JSON" in str(fault_of(whole, Fault(kind)))
     assert type(fault_of(whole, Fault(kind))) is MalformedReply
     assert type(fault_of(streamed, Fault(kind))) is ConnectionBroken  # no event came, and no end
 

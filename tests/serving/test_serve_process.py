@@ -216,7 +216,7 @@ def test_a_port_in_use_is_told_before_anything_is_started(tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"Port {port} of .* cannot be used"):
             check_port("127.0.0.1", port)
-    with pytest.raises(ConfigurationError, match=r"cannot be used|names no address"):
+    with pytest.raises(ConfigurationError, match=r"cannot be used|is not an address"):
         check_port("192.0.2.77", 8000)
 
 

@@ -95,7 +95,7 @@ def test_without_being_asked_it_tells_none_and_a_model_without_experts_is_refuse
     assert [found.routed_experts for found in plain] == [None] * len(plain)
     for one, other in zip(plain, sampled("mixtral"), strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
-    with pytest.raises(ConfigurationError, match="no mixture of experts"):
+    with pytest.raises(ConfigurationError, match="not a mixture of experts"):
         generate(asked(), routed_experts=True)
 
 

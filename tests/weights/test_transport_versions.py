@@ -36,9 +36,9 @@ def test_a_version_is_a_folder_with_its_sizes(tmp_path: Path) -> None:
     folder = tmp_path / "root" / folders.name(label)
     assert names(folder) == {"model.safetensors", STABLE}
     assert orjson.loads((folder / STABLE).read_bytes()) == {"version": 1, "files": {"model.safetensors": {"bytes": 5}}}
-    with pytest.raises(StateError, match="staged already"):
+    with pytest.raises(StateError, match="already staged"):
         folders.write(label, fill)
-    with pytest.raises(ValueError, match="no label of the session"):
+    with pytest.raises(ValueError, match="not a label of the session"):
         folders.write(WeightLabel(SECOND, 13), fill)
     folders.close()
     folders.close()
@@ -105,7 +105,7 @@ def test_two_sessions_share_a_root_and_leave_each_other_alone(tmp_path: Path) ->
     second.close()
     assert all((tmp_path / first.name(WeightLabel(FIRST, version))).is_dir() for version in first.made)
     assert (tmp_path / other.name(WeightLabel(SECOND, 1))).is_dir()
-    with pytest.raises(StateError, match="open already"):
+    with pytest.raises(StateError, match="already open"):
         VersionFolders(tmp_path, "run", FIRST)
 
 

@@ -1,4 +1,4 @@
-"""A `VllmEngine` from an experiment: its pools, its clients, its transport and its canary."""
+"""Builds a `VllmEngine` from an experiment, with its connection pools, clients, transport and canary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pvg.telemetry.events import Events
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
-CONTROL_CONNECTIONS = 8  # to each server: an update, a probe and a checksum at a time, and room to spare
+CONTROL_CONNECTIONS = 8  # per server: one update, one probe and one checksum at a time, with some to spare
 
 
 def open_vllm_engine(
@@ -34,7 +34,7 @@ def open_vllm_engine(
     run: str,
     prompts: Callable[[], list[Int32]],
 ) -> VllmEngine:
-    """Asks nothing of any server yet. Raises ConfigurationError for limits that do not cover the concurrency."""
+    """Sends no request yet. Raises ConfigurationError if the connection limits do not cover the concurrency."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
     key, hosts, session = control_key(weights.root), len(serving.servers), PublishingSession.begin()
@@ -79,9 +79,9 @@ def open_vllm_engine(
 
 
 def _limits(experiment: Experiment) -> ConnectionLimits:
-    """Of generation's pool: one server may get all requests, when the others are away, and each the canary's beside
-    them. With the shared client, updates and probes go through it too, and are not counted: that this makes them wait
-    is what `weights.client = "dedicated"` is for."""
+    """Limits of the generation pool. One server may get all requests if the others are down, and each server gets the
+    canary's as well. With the shared client, updates and probes also use this pool but are not counted: they wait. The
+    setting `weights.client = "dedicated"` avoids that."""
     serving, concurrency = experiment.serving, experiment.rollout.concurrency
     hosts = len(serving.servers)
     if serving.connections is None:

@@ -1,9 +1,12 @@
-"""What is said to vLLM's token-level route and what comes back: JSON to records, with nothing believed unseen.
+"""Requests and replies of vLLM's token-level route: JSON to validated records and back.
 
     POST /inference/v1/generate   {"token_ids": [...], "sampling_params": {...}, "cache_salt": "...", "stream": false}
 
-Invariant: a reply that lacks a token, a log-prob or the weights that sampled it raises MalformedReply. It never becomes
-half a completion.
+To cut a request, the engine asks the server to abort it. The server then ends its reply with the tokens so far and the
+labels of the weights that sampled them.
+
+Invariants: a reply that lacks a token, a log-prob or a weight label raises MalformedReply; it never becomes a partial
+completion. Unlabelled tokens of a cut request are discarded, and the completion continues from what it had before.
 """
 
 from __future__ import annotations
@@ -27,16 +30,16 @@ from pvg.servers.pool import ConnectionBroken, MalformedReply, RefusedRequest, S
 
 GENERATE = "/inference/v1/generate"
 SEED_BITS = (1 << 63) - 1  # vLLM's seeds are signed
-UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob that is minus infinity or NaN
+UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob of minus infinity or NaN
 
 
 @dataclass(frozen=True, slots=True)
 class ServedCompletion:
-    """A completion as a server tells it. `labels`: (index of the first token, weight label) of each span."""
+    """A completion as the server reports it. `labels`: (index of the first token, weight label) of each span."""
 
     token_ids: Int32
     logprobs: Float32
-    finish_reason: FinishReason | Literal["abort"]  # the latter where it was asked for
+    finish_reason: FinishReason | Literal["abort"]  # "abort" only if requested
     labels: tuple[tuple[int, str], ...]
     prompt_tokens: int
     cached_tokens: int
@@ -46,7 +49,7 @@ class ServedCompletion:
 def generation(
     request: GenerationRequest, *, salt: str, model: str | None, seeded: bool, stream: bool
 ) -> dict[str, Any]:
-    """The body of a request. Of the log-probs only the sampled tokens' own are asked for."""
+    """The request body. It asks for the log-probs of sampled tokens only."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -75,7 +78,7 @@ def generation(
 
 
 def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any]:
-    """The body that asks for the log-probs of the tokens themselves. One token is sampled, because vLLM must."""
+    """A body that asks for the log-probs of `ids` themselves. It samples one token, because vLLM requires that."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
     body: dict[str, Any] = {"token_ids": ids, "sampling_params": parameters, "cache_salt": salt}
     if model is not None:
@@ -84,7 +87,7 @@ def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any
 
 
 def read_generated(found: Any, url: str, *, cut: bool = False) -> ServedCompletion:
-    """A whole reply. Raises MalformedReply, or ConnectionBroken for a request that the server aborted and nobody has
+    """A complete reply. Raises MalformedReply, or ConnectionBroken if the server aborted a request that was not
     `cut`."""
     choice = _only_choice(found, url)
     stretch = StreamedCompletion(url)
@@ -94,7 +97,7 @@ def read_generated(found: Any, url: str, *, cut: bool = False) -> ServedCompleti
 
 @dataclass(slots=True)
 class StreamedCompletion:
-    """A completion as it comes, piece by piece."""
+    """A completion that arrives in pieces."""
 
     url: str
     token_ids: list[int] = field(default_factory=list)
@@ -102,10 +105,10 @@ class StreamedCompletion:
     finish_reason: str | None = None
     labels: list[tuple[int, str]] = field(default_factory=list)
     usage: tuple[int, int] | None = None
-    experts: str | None = None  # as they came, all at the end
+    experts: str | None = None  # encoded; sent once, at the end
 
     def feed(self, event: Any) -> int:
-        """Take the next event of a stream; returns the tokens so far."""
+        """Add the next event of a stream. Returns the number of tokens so far."""
         if isinstance(event, dict) and event.get("error"):
             raise ConnectionBroken(self.url, f"the server gave up: {str(event['error'])[:200]}")
         if isinstance(event, dict) and event.get("usage"):
@@ -126,7 +129,7 @@ class StreamedCompletion:
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedReply(self.url, f"a choice that cannot be read: {error!r}") from None
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
-            raise MalformedReply(self.url, "token ids that are none")
+            raise MalformedReply(self.url, "invalid token ids")
         for logprob in found:
             if not math.isfinite(logprob) or logprob < UNSAMPLABLE:
                 raise MalformedReply(self.url, f"a sampled token with log-prob {logprob:g}")
@@ -167,8 +170,8 @@ class StreamedCompletion:
 
 
 def read_routed_experts(text: str, url: str) -> RoutedExperts:
-    """An .npy file in base64, as vLLM writes the experts [tokens, layers, experts per token] of prompt and completion.
-    The array lies in the decoded bytes: one copy in all."""
+    """Decode the experts [tokens, layers, experts per token] of prompt and completion: vLLM sends an .npy file in
+    base64. The result is a view of the decoded bytes."""
     try:
         data = base64.b64decode(text, validate=True)
         file = io.BytesIO(data)
@@ -184,7 +187,7 @@ def read_routed_experts(text: str, url: str) -> RoutedExperts:
 
 
 def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str]:
-    """(log-probs float32 [L - 1] of ids[1:] in nats, the label of the weights that gave them)."""
+    """(Log-probs float32 [L - 1] of ids[1:] in nats, label of the weights that computed them)."""
     rows = found.get("prompt_logprobs") if isinstance(found, dict) else None
     if not isinstance(rows, list) or len(rows) != len(ids):
         raise MalformedReply(url, "no log-probs of the prompt")
@@ -199,12 +202,12 @@ def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str
 def _only_choice(found: Any, url: str) -> dict[str, Any]:
     choices: Sequence[Any] = found.get("choices") if isinstance(found, dict) else None  # type: ignore[assignment]
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise MalformedReply(url, "not one choice")
+        raise MalformedReply(url, "not exactly one choice")
     return choices[0]
 
 
 def _usage(found: Any, url: str) -> tuple[int, int]:
-    """(prompt tokens, those among them that came from the prefix cache)."""
+    """(Prompt tokens, those of them that came from the prefix cache)."""
     usage = found.get("usage")
     if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
         raise MalformedReply(url, "no usage")
@@ -212,20 +215,15 @@ def _usage(found: Any, url: str) -> tuple[int, int]:
     return usage["prompt_tokens"], int(details.get("cached_tokens") or 0)
 
 
-# Cutting requests short on vLLM servers, and completions that begin with what an earlier request was cut with.
-#
-# A server that is told to abort a request ends its reply with the tokens that it has and the labels of the weights
-# that sampled each of them, as it does at a completion's end: nothing about versions has to be guessed.
-#
-# Invariant: what a server has not labelled is not handed back: the completion then goes on from what it had before.
+# --- cutting and continuing requests ---------------------------------------------------------------------------------
 
-# A request on its way is not known at its server yet, and aborting it does nothing: so it is named again.
+# The server ignores an abort for a request that has not reached it yet, so the abort is repeated.
 AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """A request on its way. `server`: where it is now; `failure`: why it cannot be cut."""
+    """A request in flight. `server`: where it currently runs. `failure`: why it cannot be cut."""
 
     request: GenerationRequest
     server: Server | None = None
@@ -235,7 +233,7 @@ class InFlightRequest:
 
 
 class InFlightRequests:
-    """The requests of one engine."""
+    """The requests of one engine that are in flight."""
 
     def __init__(self) -> None:
         self._aloft: dict[str, InFlightRequest] = {}
@@ -260,7 +258,7 @@ class InFlightRequests:
             task.add_done_callback(self._telling.discard)
 
     async def _tell(self, flights: Sequence[InFlightRequest]) -> None:
-        """Their servers, until none of them is on its way any more."""
+        """Tell the servers to abort `flights`, until all of them have ended."""
         while flights := [flight for flight in flights if not flight.landed and flight.failure is None]:
             aboard: dict[Server, list[InFlightRequest]] = {}
             for flight in flights:
@@ -281,15 +279,15 @@ async def _abort(server: Server, flights: Sequence[InFlightRequest]) -> None:
     except (ServerFault, PvgError) as fault:
         if isinstance(fault, RefusedRequest) and fault.status < 500:
             failure = ConfigurationError(
-                f"{server.url} does not let requests be cut short: {fault.message}.", "Set rollout.partial to false."
+                f"{server.url} cannot cut requests short: {fault.message}.", "Set rollout.partial to false."
             )
             for flight in flights:
                 flight.failure = failure
-        # Else the server is in trouble. Whoever watches it will end its requests; until then it is asked again.
+        # For other faults, the fleet's health checks end the requests of a failed server. Until then the abort repeats.
 
 
 def joined(request: GenerationRequest, new: PartialCompletion | None) -> PartialCompletion | None:
-    """What `request` begins with and what was sampled `new`, as one; None where there is neither."""
+    """The tokens of `request.begun` and the `new` ones as one completion; None without any."""
     before = request.begun
     if before is None or new is None:
         return new or before
@@ -306,9 +304,9 @@ def joined(request: GenerationRequest, new: PartialCompletion | None) -> Partial
 
 
 def remainder(request: GenerationRequest) -> GenerationRequest:
-    """`request` as a server sees it: a longer prompt, fewer tokens, and another seed. A server's generator starts anew
-    with each request, and the numbers that sampled the first tokens must not sample the next ones too: what is
-    continued is equal in distribution to what was never cut, not token for token."""
+    """`request` as a server sees it: a longer prompt, fewer tokens and a new seed. A server's generator starts anew
+    with each request, and must not reuse the numbers of the first tokens. So a continued completion equals an uncut one
+    in distribution, not token for token."""
     first = request.tokens_begun
     if not first:
         return request

@@ -1,4 +1,4 @@
-"""The table of transports: what `weights.transport` may name, and how each is opened."""
+"""The table of weight transports (setting `weights.transport`), and how each is opened."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ __all__ = ["TRANSPORTS", "Transport", "open_transport"]
 def open_transport(
     section: Weights, run: str, executor: Executor | None, dtype: str, session: PublishingSession
 ) -> Transport:
-    """The transport that `section.transport` names, for the weights that `session` publishes. Its folders, where it has
-    any, lie in `section.root` below `run`; `executor` does the work on tensors (None: a thread); `dtype` is the
-    servers', such as "bfloat16".
+    """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
+    `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
 
-    Raises ConfigurationError for a run name or a dtype that will not do, MissingRequirementError without the GPU or
-    the vLLM that `nccl` and `ipc` need.
+    Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
+    `nccl` and `ipc` need.
     """
     return TRANSPORTS[section.transport](section, run, executor, dtype, session)
 
@@ -80,14 +79,14 @@ def _open_transfer(
     install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
     if lacking:
         raise MissingRequirementError(
-            f'weights.transport = "{section.transport}" needs {lacking} where the trainer runs.',
+            f'weights.transport = "{section.transport}" needs {lacking} on the trainer\'s machine.',
             f'Set weights.transport = "filesystem"{install}',
         )
     device = torch.device("cuda", torch.cuda.current_device())
     return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
 
 
-# `weights.transport` in an experiment.
+# Settings of `weights.transport`.
 TRANSPORTS: dict[str, Callable[[Weights, str, Executor | None, str, PublishingSession], Transport]] = {
     "filesystem": _open_filesystem,
     "lora": _open_lora,

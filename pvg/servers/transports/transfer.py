@@ -1,20 +1,20 @@
-"""Weights from the trainer's GPU to the servers' GPUs through vLLM's own weight transfer (`nccl`, `ipc`).
+"""Weights from the trainer's GPU to the servers' GPUs by vLLM's weight transfer (`nccl`, `ipc`).
+
+Experimental: no GPU has run this. Not run: collectives, CUDA IPC, and any transfer of tensor bytes. Run: everything
+here with a test server and a stand-in for vLLM's trainer side (tests/weights/test_transport_transfer.py). On a CPU,
+vLLM 0.32 has the names and signatures, and its server accepts the calls
+(tests/integration/test_transfer_against_vllm.py).
 
 One update, over the control client of every server:
 
     pause  start_weight_update  update_weights  finish_weight_update(label)  resume
 
-vLLM's trainer side drives the three in the middle from a thread; whatever happens to them, every server is resumed. A
-server that was reached in the middle of a failure is labelled `broken:<label>` first: it has neither version. It may
-have to be restarted: vLLM has no way to give up an update that was begun.
+vLLM's trainer side makes the three calls in the middle from a thread. Whatever happens to them, every server is
+resumed. A server that an update reached only in part is first labelled `broken:<label>`, because it has neither
+version. It may need a restart: vLLM cannot cancel an update that has begun.
 
-Trainer and servers form a group, which is made again when the servers are others than before, one of them restarted
-(its `boot` tells), or an update failed. So a server that comes back late is brought up by a group of its own.
-
-Run so far: everything here, against a server of the tests and a stand-in for vLLM's trainer side
-(tests/weights/test_transport_transfer.py); against vLLM 0.32 on a CPU that the names and signatures are there, and
-that its server takes the calls (tests/integration/test_transfer_against_vllm.py). Not run: anything on a GPU, so no
-collective, no CUDA IPC, and no byte of a tensor through either.
+Trainer and servers form a group. It is formed again if the set of servers changes, one of them restarts (new `boot`),
+or an update fails. So a server that returns late catches up in a separate group.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GRACE_S = 5.0  # for the others' part of a transfer, once one server has failed
+GRACE_S = 5.0  # for the other servers to finish after one has failed
 
 
 class TrainerEngine(Protocol):
-    """Of vLLM's TrainerWeightTransferEngine, what is used. Both block."""
+    """The methods of vLLM's TrainerWeightTransferEngine that pvg uses. Both block."""
 
     def send_weights(self) -> None: ...
 
@@ -56,10 +56,10 @@ class TrainerEngine(Protocol):
 
 
 class TransferBackend(Protocol):
-    """A way of vLLM's to move tensors between GPUs."""
+    """One of vLLM's mechanisms to move tensors between GPUs."""
 
     def check(self, infos: Sequence[ServerInfo]) -> None:
-        """Raise ConfigurationError for servers that cannot be reached this way."""
+        """Raises ConfigurationError for servers that this mechanism cannot reach."""
         ...
 
     def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
@@ -72,7 +72,7 @@ class TransferBackend(Protocol):
 
 
 class ParameterMeta(NamedTuple):
-    """As vLLM's ParamMeta."""
+    """Has the fields of vLLM's ParamMeta."""
 
     name: str
     dtype: torch.dtype
@@ -80,9 +80,9 @@ class ParameterMeta(NamedTuple):
 
 
 class TransferSource:
-    """A WeightSource as vLLM's trainer side asks for it: a copy of the weights in the servers' dtype, tied ones once.
+    """A WeightSource for vLLM's trainer side: a copy of the weights in the servers' dtype, tied ones once.
 
-    The copy is what lets the trainer go on, and what a server that comes late gets; it takes that much GPU memory.
+    The copy lets the trainer continue, and serves servers that return late. It takes that much GPU memory.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -91,14 +91,14 @@ class TransferSource:
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors.clear()  # first, or there would be two copies for a moment
+        self._tensors.clear()  # first, so that there are never two copies
         for name, tensor in untied(tensors).items():
             copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
             self._tensors[name] = copy.contiguous()
         if self.device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self.device)  # vLLM reads the copy from streams of its own, which wait for no other
+            torch.cuda.synchronize(self.device)  # vLLM reads the copy from other streams, which do not wait
 
     def clear(self) -> None:
         self._tensors.clear()
@@ -112,7 +112,7 @@ class TransferSource:
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """A trainer and the servers that it formed a group with."""
+    """A trainer and the servers in its group."""
 
     client: GroupClient
     engine: TrainerEngine
@@ -120,8 +120,8 @@ class TransferGroup:
 
 
 class TransferTransport:
-    """`timeout_s` bounds the forming of a group and the sending, each: a collective that waits for a peer that is gone
-    waits for ever. It is then left behind in its thread, and the run should end: its GPU may stay busy."""
+    """`timeout_s` limits the forming of a group, and each transfer. A collective whose peer is gone waits forever; it
+    then stays behind in its thread, and the run should end, because its GPU may stay busy."""
 
     adapters = False
 
@@ -142,7 +142,7 @@ class TransferTransport:
         self._one_at_a_time = asyncio.Lock()
 
     async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
-        """Copy the weights on the trainer's GPU, in the servers' dtype. The tensors may change when this returns."""
+        """Copy the weights on the trainer's GPU in the servers' dtype. The tensors may change afterwards."""
         async with self._one_at_a_time:
             await run_in(self._executor, self._source.take, update.tensors)
             self._staged = label
@@ -166,7 +166,7 @@ class TransferTransport:
             return [outcomes[server.url] for server in servers]
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
-        """Nothing is kept but the newest version."""
+        """Does nothing: only the newest version is kept."""
 
     async def close(self) -> None:
         async with self._one_at_a_time:
@@ -174,7 +174,7 @@ class TransferTransport:
             self._source.clear()
 
     async def _ask(self, server: ControlClient, label: WeightLabel) -> ServerInfo | BaseException:
-        """The server as it is, or why it gets nothing: vLLM's transfer routes know no order of sessions or versions."""
+        """The server's status, or why it gets no weights: vLLM's transfer routes do not check sessions or versions."""
         try:
             info = await server.info()
         except (ServerFault, PvgError) as error:
@@ -183,14 +183,15 @@ class TransferTransport:
         if there is None or there.session == label.session or there.session.began_ns < label.session.began_ns:
             return info
         return StateError(
-            f"{server.url} has weights of another trainer, which began later ({there.session}).",
-            "Stop one of the two, or give them servers of their own.",
+            f"{server.url} has weights of another trainer, which started later ({there.session}).",
+            "Stop one of the two, or give them separate servers.",
         )
 
     async def _transfer(
         self, servers: Sequence[ControlClient], infos: Mapping[str, ServerInfo], label: WeightLabel, trace: str
     ) -> dict[str, DeliveryTiming | BaseException]:
-        """One outcome for each server. Raises what is neither a server's fault nor the user's, after resuming."""
+        """One outcome per server. Raises other errors than server faults and user errors, after resuming the
+        servers."""
         members = tuple((server.url, infos[server.url].boot) for server in servers)
         if self._group is None or self._group.members != members:
             await self._disband()
@@ -212,7 +213,7 @@ class TransferTransport:
             await client.pause()
             await self._watched(client, group.engine.send_weights)
         except BaseException as error:
-            self._group = None  # vLLM: after a failure the group cannot be used again
+            self._group = None  # vLLM cannot use a group again after a failure
             await client.mark_broken(BROKEN)
             if not isinstance(error, (_GivenUp, ServerFault, PvgError)):
                 raise
@@ -227,8 +228,8 @@ class TransferTransport:
             await asyncio.gather(group.client.shutdown(), _in_daemon(group.engine.shutdown))
 
     async def _watched(self, client: GroupClient, work: Callable[[], T]) -> T:
-        """`work` in a thread of its own. Raises _GivenUp when a server fails, or the time is up: the rest of the group
-        may then wait for ever in a collective, out of which nobody can call it back."""
+        """Run `work` in a thread. Raises _GivenUp if a server fails or the time is up. The rest of the group may then
+        wait forever in a collective, which cannot be interrupted."""
 
         def on_the_device() -> T:
             with _current(self._source.device):
@@ -247,23 +248,23 @@ class TransferTransport:
         if working.done() and not client.faults:
             found: T = working.result()
             return found
-        working.add_done_callback(_retrieve)  # what it raises now follows from the fault that is told
+        working.add_done_callback(_retrieve)  # a later error only follows from the reported fault
         raise _GivenUp(f"the transfer did not end within {self._timeout_s:g} s")
 
 
 class _GivenUp(Exception):
-    """A group's work that will not be finished."""
+    """A group operation that will not finish."""
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
-    """Which GPU is current is every thread's own matter."""
+    """Set the current GPU, which is per thread."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
-    """`work` in a thread that the end of the process does not wait for."""
+    """Run `work` in a daemon thread, which the end of the process does not wait for."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
