@@ -121,20 +121,20 @@ def _table(*columns: Column) -> Table:
     return Table([Column("round"), *columns], narrow=True)
 
 
-def _figures(title: str, style: str = "", *, short: str | None = None, on: Where = "everywhere") -> Column:
+def _number_column(title: str, style: str = "", *, short: str | None = None, on: Where = "everywhere") -> Column:
     return Column(title, "right", style, short, on=on)
 
 
 def _exploit(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("attacker"),
-        _figures("steps", "strong"),
-        _figures("closest gap", short="closest"),
-        _figures("at step", on="pages"),
-        _figures("wrong", "sneaky"),
-        _figures("gap", "sneaky"),
-        _figures("accepted", "verifier"),
-        _figures("solutions", on="pages"),
+        _number_column("attacker"),
+        _number_column("steps", "strong"),
+        _number_column("closest gap", short="closest"),
+        _number_column("at step", on="pages"),
+        _number_column("wrong", "sneaky"),
+        _number_column("gap", "sneaky"),
+        _number_column("accepted", "verifier"),
+        _number_column("solutions", on="pages"),
     )
     for found in rounds:
         for attack in found.exploit or ():
@@ -155,12 +155,12 @@ def _exploit(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def _detection(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("of"),
-        _figures("n", "quiet"),
-        _figures("problems", "quiet", on="pages"),
-        _figures("completeness", "helpful"),
-        _figures("soundness", "sneaky"),
-        _figures("AUC", "verifier"),
+        _number_column("of"),
+        _number_column("n", "quiet"),
+        _number_column("problems", "quiet", on="pages"),
+        _number_column("completeness", "helpful"),
+        _number_column("soundness", "sneaky"),
+        _number_column("AUC", "verifier"),
     )
     for found in rounds:
         if found.detection is None:
@@ -177,13 +177,14 @@ def _detection(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("by"),
-        _figures("n"),
-        _figures("balanced", "verifier"),
-        _figures("problems", "quiet", short="of"),
-        _figures("natural", "helpful"),
-        _figures("pass@n"),
-        _figures("chance", "quiet"),
+        _number_column("by"),
+        _number_column("n"),
+        _number_column("balanced", "verifier"),
+        _number_column("problems", "quiet", short="of"),
+        _number_column("natural", "helpful"),
+        _number_column("pass@n"),
+        _number_column("chance", "quiet", on="pages"),
+        _number_column("chance", "quiet", on="terminal"),  # without its interval: there is little room
     )
     for found in rounds:
         for curves in found.best_of_n or ():
@@ -198,19 +199,20 @@ def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table:
                     f"{point.accuracy.n}/{point.accuracy.n + point.excluded}",
                     interval(other.accuracy if other else None),
                     interval(other.pass_at_n if other else None),
+                    interval(other.chance if other else None),
                     f"{other.chance.value:.2f}" if other and other.chance.value is not None else ABSENT,
                 )
     return table
 
 
 def _separability(rounds: Sequence[RoundEvaluation]) -> Table:
-    samples = _figures("n", "quiet", on="pages")
+    samples = _number_column("n", "quiet", on="pages")
     table = _table(
-        _figures("overall", "strong"),
+        _number_column("overall", "strong"),
         samples,
-        _figures("within correct", "helpful"),
+        _number_column("within correct", "helpful"),
         samples,
-        _figures("within incorrect", "sneaky"),
+        _number_column("within incorrect", "sneaky"),
         samples,
     )
     for found in rounds:
@@ -223,10 +225,10 @@ def _separability(rounds: Sequence[RoundEvaluation]) -> Table:
 def _tax(report: EvaluationReport) -> Table:
     columns = [
         Column("policy"),
-        _figures("KL, nats per solution", short="KL per solution"),
-        _figures("per token", "quiet"),
-        _figures("accuracy", "helpful"),
-        _figures("tax", "strong"),
+        _number_column("KL, nats per solution", short="KL per solution"),
+        _number_column("per token", "quiet"),
+        _number_column("accuracy", "helpful"),
+        _number_column("tax", "strong"),
     ]
     table = Table(columns, narrow=True)
     for point in report.baseline.points if report.baseline else ():
@@ -243,11 +245,11 @@ def _tax(report: EvaluationReport) -> Table:
 
 def _calibration(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("probability"),
-        _figures("n", "quiet"),
-        _figures("ECE", "verifier"),
-        _figures("ECE by chance", "quiet", short="by chance"),
-        _figures("Brier", "verifier"),
+        _number_column("probability"),
+        _number_column("n", "quiet"),
+        _number_column("ECE", "verifier"),
+        _number_column("ECE by chance", "quiet", short="by chance"),
+        _number_column("Brier", "verifier"),
     )
     for found in rounds:
         if found.calibration is None:
@@ -262,10 +264,10 @@ def _calibration(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("solutions", "quiet"),
-        _figures("located", "strong"),
-        _figures("by guessing", "quiet"),
-        _figures("gain", "verifier"),
+        _number_column("solutions", "quiet"),
+        _number_column("located", "strong"),
+        _number_column("by guessing", "quiet"),
+        _number_column("gain", "verifier"),
     )
     for found in rounds:
         if (one := found.localisation) is not None and one.known:
