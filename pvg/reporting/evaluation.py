@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pvg.evaluation.report import Attack, Calibrated, EvaluationReport, Number, RoundEvaluation
-from pvg.reporting.axes import Across, Line, across_rounds
-from pvg.reporting.charts import Reference, line_chart
+from pvg.reporting.axes import ChartLine, XAxis, round_axis
+from pvg.reporting.charts import ReferenceLine, line_chart
 from pvg.reporting.formats import ABSENT
-from pvg.reporting.html import Section, elements
+from pvg.reporting.html import PageSection, elements
 from pvg.reporting.table import Column, Table, Where
 from pvg.reporting.terminal import QUIET, section
 
@@ -70,10 +70,10 @@ def _headline(report: EvaluationReport) -> Text:
     )
 
 
-def evaluation_section(report: EvaluationReport | None) -> Section:
+def evaluation_section(report: EvaluationReport | None) -> PageSection:
     """The whole evaluation; nothing for a run that has none."""
     if report is None:
-        return Section("evaluation", "Evaluation", [])
+        return PageSection("evaluation", "Evaluation", [])
     rounds = report.rounds
     percent = 100 * float(report.settings["confidence"])
     charts = [_exploit_chart(rounds), _auc_chart(rounds), _roc_chart(rounds), _balanced_chart(rounds),
@@ -86,7 +86,7 @@ def evaluation_section(report: EvaluationReport | None) -> Section:
         f"By pvg evaluate, on fresh samples and with fresh attackers; {report.rounds_finished} of "
         f"{report.rounds_planned} rounds, intervals at {percent:g} %."
     )
-    return Section("evaluation", "Evaluation", body, lead)
+    return PageSection("evaluation", "Evaluation", body, lead)
 
 
 def _notes(report: EvaluationReport) -> Markup:
@@ -281,16 +281,16 @@ def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
 # --- charts ------------------------------------------------------------------------------------------------------
 
 
-def _by_round(rounds: Sequence[RoundEvaluation]) -> Across:
-    return across_rounds([found.round for found in rounds])
+def _by_round(rounds: Sequence[RoundEvaluation]) -> XAxis:
+    return round_axis([found.round for found in rounds])
 
 
-def _line(name: str, style: str, points: Iterable[tuple[float, Number]], dash: str = "") -> Line:
+def _line(name: str, style: str, points: Iterable[tuple[float, Number]], dash: str = "") -> ChartLine:
     """A line through the numbers that have a value, with their intervals."""
     there = [(x, n.value, n.low, n.high) for x, n in points if n.value is not None]
     whiskers = [(x, low, high) for x, _, low, high in there if low is not None and high is not None]
     piece = [(x, value) for x, value, _, _ in there]
-    return Line(name, [piece] if piece else [], style, dash, dots=True, whiskers=whiskers)
+    return ChartLine(name, [piece] if piece else [], style, dash, dots=True, whiskers=whiskers)
 
 
 def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
@@ -303,11 +303,11 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
                 if attack.kind == kind and attack.steps is not None:
                     points.append((found.round + ASIDE * (place - 1), float(attack.steps)))
                     censored += [points[-1]] * (attack.status == "censored")
-        lines.append(Line(kind, [points] if points else [], f"run-{place}", dots=True))
+        lines.append(ChartLine(kind, [points] if points else [], f"run-{place}", dots=True))
     kinds = [line.name for line in lines if line.values]
     limits = sorted({attack.limit for found in rounds for attack in found.exploit or ()})
     note = "Points at the limit are censored: no exploit was found within it." if censored else ""
-    references = [Reference(float(limit), "limit") for limit in limits]
+    references = [ReferenceLine(float(limit), "limit") for limit in limits]
     return line_chart(
         "Steps to exploit",
         lines,
@@ -334,7 +334,7 @@ def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         _line("base flaws", "ink", of(lambda r, source: source == "base"), "dotted"),
         _line("previous flaws", "verifier", of(lambda r, source: source == f"round-{r - 1:03d}"), "dashed"),
     ]
-    reference = [Reference(0.5, "chance")]
+    reference = [ReferenceLine(0.5, "chance")]
     return line_chart(
         "AUC by round", lines, _by_round(rounds), "auc", references=reference, unit="helpful correct against flaws"
     )
@@ -345,12 +345,12 @@ def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
     if last is None or last.detection is None:
         return Markup()
     lines = [
-        Line(flaws.source, [[(x, y) for x, y in flaws.roc]] if flaws.roc else [], f"run-{place % SHADES}",
+        ChartLine(flaws.source, [[(x, y) for x, y in flaws.roc]] if flaws.roc else [], f"run-{place % SHADES}",
              "dashed" if place >= SHADES else "",
              spread=[(x, low, high) for x, _, low, high in flaws.band if low is not None and high is not None])
         for place, flaws in enumerate(last.detection.sources)
     ]  # fmt: skip
-    x = Across(0.0, 1.0, "false-positive rate", _shares())
+    x = XAxis(0.0, 1.0, "false-positive rate", _shares())
     areas = "Areas: an interval at each false-positive rate by itself; they hold the whole curve less often."
     title, note = f"ROC of round {last.round}, by source of flaws", areas if any(line.spread for line in lines) else ""
     return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
@@ -365,9 +365,9 @@ def _sizes(rounds: Sequence[RoundEvaluation]) -> list[int]:
     return sorted({p.n for one in curves for p in one.balanced} | {p.n for one in curves for p in one.natural})
 
 
-def _over_n(rounds: Sequence[RoundEvaluation]) -> Across:
+def _over_n(rounds: Sequence[RoundEvaluation]) -> XAxis:
     sizes = _sizes(rounds)
-    return Across(-0.25, max(0, len(sizes) - 1) + 0.25, "n", tuple((float(i), str(n)) for i, n in enumerate(sizes)))
+    return XAxis(-0.25, max(0, len(sizes) - 1) + 0.25, "n", tuple((float(i), str(n)) for i, n in enumerate(sizes)))
 
 
 def _balanced_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
@@ -380,7 +380,7 @@ def _balanced_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         for curves in found.best_of_n or ()
         if curves.source != "base"
     ]
-    reference = [Reference(0.5, "chance")]
+    reference = [ReferenceLine(0.5, "chance")]
     return line_chart(
         "Balanced best of n",
         lines,
@@ -412,15 +412,15 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
     if last is None or last.calibration is None:
         return Markup()
 
-    def line(name: str, style: str, found: Calibrated | None) -> Line:
+    def line(name: str, style: str, found: Calibrated | None) -> ChartLine:
         return _line(name, style, [(b.predicted, b.correct) for b in found.bins] if found else [])
 
     lines = [
-        Line("calibrated", [[(0.0, 0.0), (1.0, 1.0)]], "ink", "dotted"),
+        ChartLine("calibrated", [[(0.0, 0.0), (1.0, 1.0)]], "ink", "dotted"),
         line("sigmoid(score)", "verifier", last.calibration.raw),
         line("Platt fit, held out", "run-1", last.calibration.fitted),
     ]
-    x = Across(0.0, 1.0, "predicted", _shares())
+    x = XAxis(0.0, 1.0, "predicted", _shares())
     return line_chart(f"Reliability, round {last.round}", lines, x, "share", unit="correct, by predicted probability")
 
 
@@ -440,5 +440,5 @@ def _tax_chart(report: EvaluationReport) -> Markup:
     ]
     low = min([0.0, *kls])
     ticks = tuple((low + (high - low) * i / 4, f"{low + (high - low) * i / 4:.3g}") for i in range(5))
-    x = Across(low, high, "KL to the start, nats per solution", ticks)
+    x = XAxis(low, high, "KL to the start, nats per solution", ticks)
     return line_chart("Accuracy at a KL", lines, x, "share", unit="helpful accuracy on test problems")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pvg.config.sections import Telemetry
 from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, LagLimits, milliseconds, percent
-from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, Related, Tally, read_logs
+from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, LoadCorrelation, LogTally, read_logs
 from pvg.reporting.formats import duration
 from pvg.reporting.table import Column, Table
 from pvg.reporting.terminal import HEADING, QUIET
@@ -27,8 +27,8 @@ QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (sketches.RELATIVE_ERROR)."""
+class TimingSummary:
+    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (tally.RELATIVE_ERROR)."""
 
     n: int
     p50: float
@@ -47,10 +47,10 @@ class Diagnosis:
     seconds: float
     findings: tuple[Finding, ...]
     not_seen: dict[str, str]
-    timings: dict[str, Timing]
-    load: dict[str, Related]
+    timings: dict[str, TimingSummary]
+    load: dict[str, LoadCorrelation]
     phases: dict[str, dict[str, float]]
-    tally: Tally
+    tally: LogTally
     notes: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def diagnose(sources: Sequence[str | Path], telemetry: Telemetry | None = None) 
     )
 
 
-def _timing(tally: Tally, name: str) -> Timing:
+def _timing(tally: LogTally, name: str) -> TimingSummary:
     sketch = tally.sketch(name)
     quantiles = {label: sketch.quantile(share) for label, share in QUANTILES.items()}
-    return Timing(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
+    return TimingSummary(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
 
 
-def _notes(tally: Tally) -> list[str]:
+def _notes(tally: LogTally) -> list[str]:
     """What a reader should know about the log itself."""
     lines, halves, offset = tally.lines, tally.pairing.halves, tally.pairing.offset
     notes = []
