@@ -26,7 +26,7 @@ from pvg.bench.compare import (
     word,
 )
 from pvg.bench.statistics import RatioInterval
-from pvg.reporting.formats import peak_words
+from pvg.reporting.formats import peak_memory_texts
 from pvg.reporting.terminal import HEADING, QUIET
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
@@ -203,7 +203,7 @@ def notes(comparison: ReportComparison) -> list[str]:
     key = _one_key(comparison)
     found = [f"@: the value of {key}."] if key else []
     of_a, of_b = ({name: pair[side] for name, pair in comparison.peak_memory.items()} for side in (0, 1))
-    for (what, one), (_, other) in zip(peak_words(of_a), peak_words(of_b), strict=True):
+    for (what, one), (_, other) in zip(peak_memory_texts(of_a), peak_memory_texts(of_b), strict=True):
         found.append(f"The {what} over the whole call: {one} in A, {other} in B (one value each, so no verdict).")
     if comparison.left_out:
         found.append(f"Left out: {'; '.join(comparison.left_out)}.")

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from cli.display import WIDEST
 from cli.output import stderr
-from pvg.reporting.formats import clock, duration, figure, phase_label, shown
+from pvg.reporting.formats import clock, duration, metric_display, metric_text, phase_label
 from pvg.reporting.terminal import QUIET
 from pvg.study.cells import CellProgress
 from pvg.study.measures import StudyMeasure
@@ -128,7 +128,7 @@ class StudyBoard:
     def number(self, cell: Cell, measure: StudyMeasure) -> str:
         rounds = self.now[cell.name].rounds
         value = rounds[-1].get(measure.name) if rounds else None
-        return figure(measure.name, value)
+        return metric_text(measure.name, value)
 
     def place(self, cell: Cell) -> str:
         """Where in its game the cell is."""
@@ -300,7 +300,9 @@ def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
     for _ in numbers:
         table.add_column(no_wrap=True, justify="right")
     table.add_row(
-        Text("playing", style=QUIET), Text(""), *(Text(shown(measure.name).label, style=QUIET) for measure in numbers)
+        Text("playing", style=QUIET),
+        Text(""),
+        *(Text(metric_display(measure.name).label, style=QUIET) for measure in numbers),
     )
     for cell in playing:
         table.add_row(cell.name, board.place(cell), *(board.number(cell, measure) for measure in numbers))

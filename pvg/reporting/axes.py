@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pvg.reporting.formats import Style, compact, short_seconds
+from pvg.reporting.formats import NumberStyle, compact, short_seconds
 from pvg.reporting.run_summary import StepRecord
 
 SPAN = 1000.0  # a chart's own units: its SVG is stretched to whatever room there is
@@ -24,13 +24,13 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ValueAxis:
     """A range of values, its ticks, and how values are written. Values of a logarithmic axis are above 0."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
-    style: Style = "number"
+    style: NumberStyle = "number"
     log: bool = False
 
     def share(self, value: float) -> float:
@@ -51,8 +51,13 @@ class Axis:
 
 
 def nice_axis(
-    values: Sequence[float], style: Style = "number", *, zero: bool = False, most_ticks: int = 5, log: bool = False
-) -> Axis:
+    values: Sequence[float],
+    style: NumberStyle = "number",
+    *,
+    zero: bool = False,
+    most_ticks: int = 5,
+    log: bool = False,
+) -> ValueAxis:
     """An axis that holds all (finite) `values`, ends on round numbers, and starts at 0 where `zero` says so."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     if log:
@@ -66,17 +71,17 @@ def nice_axis(
     step = round_step((high - low) / most_ticks, binary=style == "bytes")
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(step * place for place in range(first, last + 1))
-    return Axis(ticks[0], ticks[-1], ticks, style)
+    return ValueAxis(ticks[0], ticks[-1], ticks, style)
 
 
-def share_axis() -> Axis:
-    return Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), "share")
+def share_axis() -> ValueAxis:
+    return ValueAxis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), "share")
 
 
-def _log_axis(values: Sequence[float], style: Style) -> Axis:
+def _log_axis(values: Sequence[float], style: NumberStyle) -> ValueAxis:
     low = math.floor(math.log10(min(values, default=1.0)) + 1e-9)
     high = max(low + 1, math.ceil(math.log10(max(values, default=1.0)) - 1e-9))
-    return Axis(10.0**low, 10.0**high, tuple(10.0**power for power in range(low, high + 1)), style, log=True)
+    return ValueAxis(10.0**low, 10.0**high, tuple(10.0**power for power in range(low, high + 1)), style, log=True)
 
 
 def round_step(least: float, *, binary: bool = False) -> float:
@@ -87,7 +92,7 @@ def round_step(least: float, *, binary: bool = False) -> float:
     return next(step * power for step in (1.0, 2.0, 2.5, 5.0, 10.0) if step * power >= least * (1 - 1e-9))
 
 
-def tick_labels(axis: Axis) -> list[str]:
+def tick_labels(axis: ValueAxis) -> list[str]:
     """Short, and all with the same number of decimals."""
     step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else axis.high or 1.0
     largest = max(abs(axis.low), abs(axis.high))
@@ -128,7 +133,7 @@ def _decimals(step: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
+class MergedPoints:
     """Neighbouring points as one: the mean place, the mean, lowest and highest value, and how many they are."""
 
     x: float
@@ -138,16 +143,16 @@ class Bin:
     count: int
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Bin]:
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[MergedPoints]:
     """The points themselves, or where there are more than `most`, bins of (about) equally many of them."""
     count = len(points)
     if count <= most:
-        return [Bin(x, y, y, y, 1) for x, y in points]
+        return [MergedPoints(x, y, y, y, 1) for x, y in points]
     edges = [count * place // most for place in range(most + 1)]
     bins = []
     for start, end in itertools.pairwise(edges):
         xs, ys = zip(*points[start:end], strict=True)
-        bins.append(Bin(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys), len(ys)))
+        bins.append(MergedPoints(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys), len(ys)))
     return bins
 
 
@@ -178,7 +183,7 @@ def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], l
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class AxisBand:
     """A stretch of the x axis with a name of its own, such as a round."""
 
     start: float
@@ -187,34 +192,34 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Across:
+class XAxis:
     """The x axis: its ends, its unit, ticks (place, label), and bands. `counts` names what is counted within a band."""
 
     low: float
     high: float
     label: str = ""
     ticks: tuple[tuple[float, str], ...] = ()
-    bands: tuple[Band, ...] = ()
+    bands: tuple[AxisBand, ...] = ()
     counts: str = ""
-    style: Style = "number"
+    style: NumberStyle = "number"
 
     def x(self, value: float) -> float:
         return SPAN * (value - self.low) / ((self.high - self.low) or 1.0)
 
 
-def across_rounds(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> Across:
+def round_axis(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> XAxis:
     """The x axis of charts by round, with at most twelve ticks. `base`: the base prover stands before the first."""
     numbers = sorted(numbers) or [0]
     every = -(-len(numbers) // MOST_NAMES)
     ticks = [(float(n), str(n)) for place, n in enumerate(numbers) if place % every == 0]
     first = numbers[0] - 1 if base else numbers[0]
-    return Across(
+    return XAxis(
         first - margin, numbers[-1] + margin, "round", ((float(first), "base"), *ticks) if base else tuple(ticks)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A line of a chart; between two of its `pieces` it is broken. `smooth`: its moving mean is drawn strongly and the
     values faintly, or with `bare` not at all. `dots`: its points are marked, with nothing known between them. `spread`:
     (place, low, high) of a band around the line. `whiskers`: likewise, the intervals of its points."""
@@ -238,7 +243,7 @@ PROVER, VERIFIER = "train_prover", "train_verifier"
 COUNTED = {PROVER: "prover step", VERIFIER: "verifier step", "mint": "rollout", "init": "rollout"}
 
 
-class Steps:
+class StepAxis:
     """The steps of `phase`, with their place on the axis: the steps of earlier rounds come before.
 
     `longest`: the rounds' lengths to lay them out by, where several runs share the axis; default: their own.
@@ -266,15 +271,15 @@ class Steps:
         """Whether a mean is drawn through the lines of any round."""
         return any(len(found) >= SMOOTHED_FROM for found in self.rounds.values())
 
-    def across(self) -> Across:
+    def across(self) -> XAxis:
         """The axis, with a band per round."""
-        bands = tuple(Band(at, at + self.lengths[round_], f"round {round_}") for round_, at in self.offsets.items())
+        bands = tuple(AxisBand(at, at + self.lengths[round_], f"round {round_}") for round_, at in self.offsets.items())
         last = max(self.offsets, default=0)
         ticks = [(float(at), _count(at)) for round_, at in self.offsets.items() if self._roomy(round_, last)]
         ticks.append((float(self.total), _count(self.total)))
         counted = COUNTED.get(self.phase, "step")
         label = f"{counted}s" + (", rounds above" if len(bands) > FULL_NAMES else "")
-        return Across(0.0, float(self.total), label, tuple(ticks), bands if len(bands) > 1 else (), counted)
+        return XAxis(0.0, float(self.total), label, tuple(ticks), bands if len(bands) > 1 else (), counted)
 
     def _roomy(self, round_: int, last: int) -> bool:
         """Whether a round's beginning gets a label: of very many rounds only some do."""
@@ -294,17 +299,17 @@ class Steps:
                 found.append(points)
         return found
 
-    def line(self, metric: str, name: str, style: str, dash: str = "", *, smooth: bool = True) -> Line:
-        return Line(name, self.pieces(lambda step: step.metrics.get(metric)), style, dash, smooth=smooth)
+    def line(self, metric: str, name: str, style: str, dash: str = "", *, smooth: bool = True) -> ChartLine:
+        return ChartLine(name, self.pieces(lambda step: step.metrics.get(metric)), style, dash, smooth=smooth)
 
-    def level(self, values: dict[int, float], name: str, style: str, dash: str = "dotted") -> Line:
+    def level(self, values: dict[int, float], name: str, style: str, dash: str = "dotted") -> ChartLine:
         """A value per round, drawn flat over it."""
         pieces = [
             [(float(at), values[round_]), (float(at + self.lengths[round_]), values[round_])]
             for round_, at in self.offsets.items()
             if round_ in values
         ]
-        return Line(name, pieces, style, dash)
+        return ChartLine(name, pieces, style, dash)
 
     def columns(self) -> list[tuple[float, dict[str, float]]]:
         """Every step's budget at the middle of the step."""

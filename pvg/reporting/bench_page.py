@@ -15,14 +15,14 @@ from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.axes import SPAN, nice_axis
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import dot_strips, stacked_row
-from pvg.reporting.formats import ABSENT, Style, compact, duration, styled, total_budget
-from pvg.reporting.html import Section, chart, elements, number, page
-from pvg.reporting.run_page import flat
-from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, total_budget, value_text
+from pvg.reporting.html import PageSection, chart, elements, number, page
+from pvg.reporting.run_page import flat_settings
+from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.time_sections import box_key, parts_table
 
 COLOURS = 6
-STYLES: dict[str, Style] = {"s": "seconds", "B": "bytes", "share": "share"}
+STYLES: dict[str, NumberStyle] = {"s": "seconds", "B": "bytes", "share": "share"}
 KIND = {"bench": "one way of doing it", "sweep": "a sweep", "ablation": "an ablation"}
 
 
@@ -37,24 +37,26 @@ def bench_page(paths: Sequence[Path], reports: Sequence[BenchReport]) -> str:
         elements.notes([report.reason for report in reports if report.reason]),
     ]
     names = names_of(paths, reports)
-    sections: list[Section] = []
+    sections: list[PageSection] = []
     for profile in profiles:
         own = [(name, report) for name, report in zip(names, reports, strict=True) if report.profile == profile]
         heading = "Samples" if len(profiles) == 1 else f"Samples: {profile}"
         sections.append(
-            Section(f"samples-{profile}", heading, _strips(own), "Each dot is one sample, each bar the median.")
+            PageSection(f"samples-{profile}", heading, _strips(own), "Each dot is one sample, each bar the median.")
         )
     for place, (name, report) in enumerate(zip(names, reports, strict=True)):
         prefix = f"{name}: " if len(reports) > 1 else ""
         if report.kind != "bench":
             heading = "What each switch bought" if report.kind == "ablation" else "The values"
-            sections.append(Section(f"gains-{place}", f"{prefix}{heading}", _gains(report), _gains_lead(report)))
+            sections.append(PageSection(f"gains-{place}", f"{prefix}{heading}", _gains(report), _gains_lead(report)))
         sections.append(
-            Section(f"time-{place}", f"{prefix}Time", _budgets(report), "Exposed seconds by part, per sample.")
+            PageSection(f"time-{place}", f"{prefix}Time", _budgets(report), "Exposed seconds by part, per sample.")
         )
-    sections.append(Section("environment", "Environment", [_environments(names, reports)], _same_environment(reports)))
+    sections.append(
+        PageSection("environment", "Environment", [_environments(names, reports)], _same_environment(reports))
+    )
     work = [piece for name, report in zip(names, reports, strict=True) for piece in _work(name, report)]
-    sections.append(Section("work", "Work and settings", work))
+    sections.append(PageSection("work", "Work and settings", work))
     return page(f"{title}: pvg report", header, sections)
 
 
@@ -75,13 +77,13 @@ def _reports_table(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Tab
         seconds = sum(variant.budget.wall_s for variant in report.variants if variant.budget is not None)
         changed = " with changes" if report.environment.git_dirty else ""
         table.add(
-            Cell(report.name, "strong"),
-            Cell(report.status, "badge good" if report.status == "ok" else "badge bad"),
+            TableCell(report.name, "strong"),
+            TableCell(report.status, "badge good" if report.status == "ok" else "badge bad"),
             f"{report.warmup} + {report.repeats}",
             duration(seconds),
             report.created.replace("T", " ")[:16],
             (report.environment.git_commit or ABSENT)[:10] + changed,
-            Cell(str(path), "code"),
+            TableCell(str(path), "code"),
         )
     return table
 
@@ -115,7 +117,7 @@ def _strips(reports: Sequence[tuple[str, BenchReport]]) -> list[object]:
     return [charts[0], elements.details(f"{len(charts) - 1} more measures", charts[1:])]
 
 
-def style_of(unit: str) -> Style:
+def style_of(unit: str) -> NumberStyle:
     return STYLES.get(unit, "number")
 
 
@@ -150,18 +152,18 @@ def _gains(report: BenchReport) -> list[object]:
     table = Table([Column("variant"), *(Column(title, "right") for title in titles), Column()], look="gains")
     for gain in found:
         samples = gain.variant.samples.get(headline)
-        value = styled(style_of(samples.unit), median(samples.values)) if samples else ABSENT
+        value = value_text(style_of(samples.unit), median(samples.values)) if samples else ABSENT
         failed = gain.variant.status == "failed"
-        said = Cell("failed", "badge bad", gain.variant.reason) if failed else Cell(gain.says)
+        said = TableCell("failed", "badge bad", gain.variant.reason) if failed else TableCell(gain.says)
         table.add(gain.variant.label or "all slow", value, _ratio(gain.step), _ratio(gain.whole), said)
     return [_ladder_chart(report, found), table]
 
 
-def _ratio(interval: RatioInterval | None) -> Cell:
+def _ratio(interval: RatioInterval | None) -> TableCell:
     if interval is None:
-        return Cell(ABSENT)
+        return TableCell(ABSENT)
     sure = "better" if interval.low > 1 else "worse" if interval.high < 1 else ""
-    return Cell(f"{interval.ratio:.3g}×", sure, f"{interval.low:.3g} to {interval.high:.3g}")
+    return TableCell(f"{interval.ratio:.3g}×", sure, f"{interval.low:.3g} to {interval.high:.3g}")
 
 
 def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Markup:
@@ -200,7 +202,7 @@ def _budgets(report: BenchReport) -> list[object]:
     longest = max(sum(budget.values()) for budget in each.values())
     rows = []
     for label, budget in each.items():
-        name, seconds = label or report.name, styled("seconds", sum(budget.values()))
+        name, seconds = label or report.name, value_text("seconds", sum(budget.values()))
         rows.append((name, stacked_row(budget, longest, f"{name}: {seconds}"), seconds))
     keys = chart.legend([box_key(part) for part in in_order(total_budget(each.values()))])
     shown = timed[-1]
@@ -244,7 +246,7 @@ def _environments(names: Sequence[str], reports: Sequence[BenchReport]) -> Marku
         values = ["" if plain[key] is None else str(plain[key]) for plain in plains]
         if any(values):
             style = "worse" if len(set(values)) > 1 else ""
-            table.add(key.replace("_", " "), *(Cell(value, style) for value in values))
+            table.add(key.replace("_", " "), *(TableCell(value, style) for value in values))
     return table
 
 
@@ -256,15 +258,15 @@ def _same_environment(reports: Sequence[BenchReport]) -> str:
 
 
 def _work(name: str, report: BenchReport) -> list[object]:
-    settings = _code_table("setting", flat(report.config))
+    settings = _code_table("setting", flat_settings(report.config))
     return [
         elements.subheading(name),
         elements.commands([(report.command, "")]),
-        _code_table("work of every sample", flat(report.work)),
+        _code_table("work of every sample", flat_settings(report.work)),
         elements.details("All settings", [settings]),
     ]
 
 
 def _code_table(title: str, values: Mapping[str, str]) -> Table:
-    rows = [(Cell(key, "code"), Cell(value, "code")) for key, value in values.items()]
+    rows = [(TableCell(key, "code"), TableCell(value, "code")) for key, value in values.items()]
     return Table([Column(title), Column()], list(rows), look="settings")

@@ -38,7 +38,7 @@ _FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in par
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BudgetPart:
     """A part of a budget, its family and its shade within the family (0 is the strongest)."""
 
     name: str
@@ -59,14 +59,16 @@ def family_of(name: str) -> str:
     return _FAMILY_OF.get(name, OTHER)
 
 
-def in_order(names: Iterable[str]) -> list[Part]:
+def in_order(names: Iterable[str]) -> list[BudgetPart]:
     """The parts by family, within a family as its list has them, unknown ones by name. Each name once."""
     given = set(names)
     found = []
     for family, known in FAMILIES.items():
         names_in_order = sorted(given - _FAMILY_OF.keys()) if family == OTHER else known
         # The place in the whole list: a part has the same shade in every chart, whichever others are there.
-        found += [Part(name, family, place % SHADES) for place, name in enumerate(names_in_order) if name in given]
+        found += [
+            BudgetPart(name, family, place % SHADES) for place, name in enumerate(names_in_order) if name in given
+        ]
     return found
 
 

@@ -21,19 +21,19 @@ from pvg.reporting.axes import (
     NARROW,
     SMOOTHED_FROM,
     SPAN,
-    Across,
-    Axis,
-    Bin,
-    Line,
+    ChartLine,
+    MergedPoints,
     Point,
+    ValueAxis,
+    XAxis,
     moving_mean,
     nice_axis,
     share_axis,
     thinned,
 )
 from pvg.reporting.budget_parts import in_order
-from pvg.reporting.formats import Style, percent, styled
-from pvg.reporting.html import Key, chart, number
+from pvg.reporting.formats import NumberStyle, percent, value_text
+from pvg.reporting.html import LegendKey, chart, number
 
 Label = tuple[str, str, str]  # text, class, and style of a text over a drawing
 
@@ -46,7 +46,7 @@ LEAST_POINTS = 12  # of one piece of a line, however many pieces there are
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceLine:
     """A horizontal line at a value that means something, such as a chance level."""
 
     value: float
@@ -55,8 +55,8 @@ class Reference:
 
 def plot(
     shapes: Sequence[Markup],
-    y: Axis,
-    x: Across,
+    y: ValueAxis,
+    x: XAxis,
     *,
     height: int,
     label: str,
@@ -81,7 +81,7 @@ def plot(
     )
 
 
-def _bands(x: Across) -> list[Markup]:
+def _bands(x: XAxis) -> list[Markup]:
     """Every other band is tinted, so that the eye can count them."""
     return [
         chart.shape("rect", x=x.x(band.start), y=0, width=x.x(band.end) - x.x(band.start), height=SPAN, class_="band")
@@ -90,7 +90,7 @@ def _bands(x: Across) -> list[Markup]:
     ]
 
 
-def _band_names(x: Across) -> list[Label]:
+def _band_names(x: XAxis) -> list[Label]:
     """Of many bands only the numbers, of very many only some; what is too narrow for its name goes without."""
     many = len(x.bands) > FULL_NAMES
     every = -(-len(x.bands) // MOST_NAMES)
@@ -105,7 +105,7 @@ def _band_names(x: Across) -> list[Label]:
     ]
 
 
-def _read_by_script(cross: str, style: Style, x: Across) -> dict[str, str | None]:
+def _read_by_script(cross: str, style: NumberStyle, x: XAxis) -> dict[str, str | None]:
     """What the script needs to show values at the pointer: the kind of marker, formats, and the bands."""
     bands = ";".join(f"{number(band.start)},{number(band.end)},{band.label}" for band in x.bands)
     return {
@@ -120,14 +120,14 @@ def _read_by_script(cross: str, style: Style, x: Across) -> dict[str, str | None
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
-    x: Across,
-    style: Style,
+    lines: Sequence[ChartLine],
+    x: XAxis,
+    style: NumberStyle,
     *,
     unit: str = "",
     zero: bool = False,
     log: bool = False,
-    references: Sequence[Reference] = (),
+    references: Sequence[ReferenceLine] = (),
     height: int = HEIGHT,
     keyed: bool = True,
     note: str = "",
@@ -152,8 +152,8 @@ def line_chart(
         *(_drawn(line, x, y) for line in lines),
     ]
     texts = [(r.label, "reference-name", f"bottom:{number(100 * y.share(r.value))}%") for r in references]
-    keys = [Key(line.name, line.style, line.dash) for line in lines] if keyed and len(lines) > 1 else []
-    label = f"{title}: " + ", ".join(f"{line.name} ends at {styled(style, line.values[-1])}" for line in lines)
+    keys = [LegendKey(line.name, line.style, line.dash) for line in lines] if keyed and len(lines) > 1 else []
+    label = f"{title}: " + ", ".join(f"{line.name} ends at {value_text(style, line.values[-1])}" for line in lines)
     most = max(point.count for line in lines for bins in _binned(line) for point in bins)
     if most > 1 and not note:
         note = f"Each point is the mean of up to {most} values; the band is their range."
@@ -167,13 +167,13 @@ def line_chart(
     )
 
 
-def _drawn(line: Line, x: Across, y: Axis) -> Markup:
+def _drawn(line: ChartLine, x: XAxis, y: ValueAxis) -> Markup:
     """Faint values and a strong mean through them, or the values alone; binned ones with the range they cover."""
     drawn: list[Markup] = []
     if line.whiskers:
         ends = "".join(f"M{number(x.x(at))} {number(y.y(a))}V{number(y.y(b))}" for at, a, b in line.whiskers)
         drawn.append(chart.shape("path", d=ends, class_=f"whisker {line.style}"))
-    told: list[Bin] = []
+    told: list[MergedPoints] = []
     for bins in _binned(line):
         told += bins
         places = [x.x(point.x) for point in bins]
@@ -199,7 +199,7 @@ def _drawn(line: Line, x: Across, y: Axis) -> Markup:
     return chart.group(drawn, **_values(line.name, line.style, [(b.x, b.mean) for b in told]))
 
 
-def _bands_around(lines: Sequence[Line], x: Across, y: Axis) -> list[Markup]:
+def _bands_around(lines: Sequence[ChartLine], x: XAxis, y: ValueAxis) -> list[Markup]:
     """What the lines spread over, beneath all of them; the more there are, the fainter."""
     drawn = []
     for line in lines:
@@ -210,7 +210,7 @@ def _bands_around(lines: Sequence[Line], x: Across, y: Axis) -> list[Markup]:
     return [chart.group(drawn, style=f"opacity:{number(min(1.0, FULL_BANDS / len(drawn)))}")] if drawn else []
 
 
-def _binned(line: Line) -> list[list[Bin]]:
+def _binned(line: ChartLine) -> list[list[MergedPoints]]:
     """Every piece thinned in proportion to its length, to MOST_POINTS in all."""
     count = len(line.values)
     return [thinned(piece, max(LEAST_POINTS, MOST_POINTS * len(piece) // count)) for piece in line.pieces if piece]
@@ -234,7 +234,7 @@ def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
 
 
 def stacked_chart(
-    title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: Across, *, unit: str, height: int = 220
+    title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: XAxis, *, unit: str, height: int = 220
 ) -> Markup:
     """One bar per step (place, seconds by part); long runs as the means of neighbouring steps."""
     if not columns:
@@ -261,11 +261,11 @@ def stacked_chart(
         drawn.append(chart.shape("path", d="".join(path), class_=f"fill {part.style}", **values))
     whole = [(bar.at, top) for bar, top in zip(bars, tops, strict=True)]
     drawn.append(chart.group((), **_values("whole step", "total", whole)))
-    keys = [Key(part.label, part.style, shape="box") for part in parts]
+    keys = [LegendKey(part.label, part.style, shape="box") for part in parts]
     note = f"Each bar is the mean of up to {most} steps." if most > 1 else ""
     return chart.figure(
         title,
-        plot(drawn, y, x, height=height, label=f"{title}: {styled('seconds', sum(tops) / len(tops))} on average"),
+        plot(drawn, y, x, height=height, label=f"{title}: {value_text('seconds', sum(tops) / len(tops))} on average"),
         unit=unit,
         keys=keys,
         note=note,
@@ -275,7 +275,7 @@ def stacked_chart(
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class StepBar:
     """The mean seconds by part of `count` neighbouring steps around `at`."""
 
     at: float
@@ -283,7 +283,9 @@ class Bar:
     seconds: dict[str, float]
 
 
-def averaged(columns: Sequence[tuple[float, Mapping[str, float]]], ends: Sequence[float] = ()) -> tuple[list[Bar], int]:
+def averaged(
+    columns: Sequence[tuple[float, Mapping[str, float]]], ends: Sequence[float] = ()
+) -> tuple[list[StepBar], int]:
     """The columns, or of more than MOST_BARS the means of equally many neighbours; and how many those are.
 
     No mean is taken across one of `ends`, where a round ends, so the last bar before it may be of fewer.
@@ -303,7 +305,7 @@ def averaged(columns: Sequence[tuple[float, Mapping[str, float]]], ends: Sequenc
             for part, value in seconds.items():
                 sums[part] = sums.get(part, 0.0) + value
         count = len(group)
-        bars.append(Bar(sum(at for at, _ in group) / count, count, {part: s / count for part, s in sums.items()}))
+        bars.append(StepBar(sum(at for at, _ in group) / count, count, {part: s / count for part, s in sums.items()}))
     return bars, most
 
 
@@ -314,7 +316,7 @@ def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> M
         seconds = max(0.0, budget[part.name])
         width = SPAN * seconds / whole if whole > 0 else 0.0
         if width > 0:
-            hint = f"{part.label}: {styled('seconds', seconds)}, {percent(seconds / sum(budget.values()))}"
+            hint = f"{part.label}: {value_text('seconds', seconds)}, {percent(seconds / sum(budget.values()))}"
             drawn.append(chart.shape("rect", hint, x=left, y=0, width=width, height=SPAN, class_=f"fill {part.style}"))
         left += width
     return chart.bar(chart.drawing(drawn, label))
@@ -324,7 +326,7 @@ def stacked_row(budget: Mapping[str, float], whole: float, label: str = "") -> M
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class HistogramKind:
     """One kind of solutions in a histogram: its counts by bin. Kinds `above` the axis grow up, the others down."""
 
     name: str
@@ -334,14 +336,14 @@ class Kind:
 
 
 def mirrored_histogram(
-    title: str, edges: Sequence[float], kinds: Sequence[Kind], *, threshold: float | None, most: int, note: str
+    title: str, edges: Sequence[float], kinds: Sequence[HistogramKind], *, threshold: float | None, most: int, note: str
 ) -> Markup:
     """Counts by score: helpful solutions above the axis, sneaky ones below, all charts with the same scale (`most`).
 
     Heights are square roots of counts (Tukey's rootogram): a verifier that is sure of most solutions puts them all
     into one bar, and the others would vanish beside it.
     """
-    x = Across(edges[0], edges[-1], "score", _score_ticks(edges[0], edges[-1]), style="score")
+    x = XAxis(edges[0], edges[-1], "score", _score_ticks(edges[0], edges[-1]), style="score")
     drawn = [
         shape
         for above in (True, False)
@@ -364,7 +366,7 @@ def mirrored_histogram(
     return chart.figure(title, body, unit="solutions per bar, square-root scale", note=note, look="histogram")
 
 
-def _half(kinds: Sequence[Kind], edges: Sequence[float], x: Across, most: int, above: bool) -> list[Markup]:
+def _half(kinds: Sequence[HistogramKind], edges: Sequence[float], x: XAxis, most: int, above: bool) -> list[Markup]:
     """The kinds of one role stacked away from the axis; a bar is as high as the root of its sum."""
     bars: dict[str, list[Markup]] = {kind.name: [] for kind in kinds}
     for place in range(len(edges) - 1):
@@ -384,7 +386,7 @@ def _half(kinds: Sequence[Kind], edges: Sequence[float], x: Across, most: int, a
     return [chart.group(bars[kind.name], class_=f"fill {kind.style}") for kind in kinds]
 
 
-class _Counts(Axis):
+class _Counts(ValueAxis):
     """Roots of counts, away from the middle in both directions, written as the counts."""
 
     def labels(self) -> list[tuple[float, str]]:
@@ -397,7 +399,7 @@ def _score_ticks(low: float, high: float) -> tuple[tuple[float, str], ...]:
 
 
 def dot_strips(
-    title: str, rows: Sequence[tuple[str, Sequence[float], str]], style: Style, *, unit: str, note: str = ""
+    title: str, rows: Sequence[tuple[str, Sequence[float], str]], style: NumberStyle, *, unit: str, note: str = ""
 ) -> Markup:
     """Raw samples, one strip per row (label, values, colour's class), with the median as a mark."""
     x = nice_axis([value for _, values, _ in rows for value in values], style, most_ticks=6)
@@ -408,14 +410,14 @@ def dot_strips(
         heights = [SPAN * (0.5 + 0.22 * ((place * 2) % 5 - 2) / 2) for place in range(len(values))]
         dots = [
             chart.shape(
-                "path", styled(style, value), d=f"M{number(x.x(value))} {number(height)}h0", class_=f"dot {colour}"
+                "path", value_text(style, value), d=f"M{number(x.x(value))} {number(height)}h0", class_=f"dot {colour}"
             )
             for value, height in zip(values, heights, strict=True)
         ]
         middle = median(values)
         mark = chart.shape("path", d=f"M{number(x.x(middle))} 80V920", class_=f"median {colour}")
-        drawing = chart.drawing([*grid, *dots, mark], f"{label}: median {styled(style, middle)}")
-        strips.append((label, drawing, styled(style, middle)))
+        drawing = chart.drawing([*grid, *dots, mark], f"{label}: median {value_text(style, middle)}")
+        strips.append((label, drawing, value_text(style, middle)))
     body = chart.strips(strips, chart.ticks(x.labels()), "median")
     return chart.figure(title, body, unit=unit, note=note, look="wide")
 

@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pvg.evaluation.report import AttackRecord, CalibrationErrors, EvaluationReport, NumberRecord, RoundEvaluation
-from pvg.reporting.axes import Across, Line, across_rounds
-from pvg.reporting.charts import Reference, line_chart
+from pvg.reporting.axes import ChartLine, XAxis, round_axis
+from pvg.reporting.charts import ReferenceLine, line_chart
 from pvg.reporting.formats import ABSENT
-from pvg.reporting.html import Section, elements
+from pvg.reporting.html import PageSection, elements
 from pvg.reporting.table import Column, Table, Where
 from pvg.reporting.terminal import QUIET, section
 
@@ -70,10 +70,10 @@ def _headline(report: EvaluationReport) -> Text:
     )
 
 
-def evaluation_section(report: EvaluationReport | None) -> Section:
+def evaluation_section(report: EvaluationReport | None) -> PageSection:
     """The whole evaluation; nothing for a run that has none."""
     if report is None:
-        return Section("evaluation", "Evaluation", [])
+        return PageSection("evaluation", "Evaluation", [])
     rounds = report.rounds
     percent = 100 * float(report.settings["confidence"])
     charts = [_exploit_chart(rounds), _auc_chart(rounds), _roc_chart(rounds), _balanced_chart(rounds),
@@ -86,7 +86,7 @@ def evaluation_section(report: EvaluationReport | None) -> Section:
         f"By pvg evaluate, on fresh samples and with fresh attackers; {report.rounds_finished} of "
         f"{report.rounds_planned} rounds, intervals at {percent:g} %."
     )
-    return Section("evaluation", "Evaluation", body, lead)
+    return PageSection("evaluation", "Evaluation", body, lead)
 
 
 def _notes(report: EvaluationReport) -> Markup:
@@ -121,20 +121,20 @@ def _table(*columns: Column) -> Table:
     return Table([Column("round"), *columns], narrow=True)
 
 
-def _figures(title: str, style: str = "", *, short: str | None = None, on: Where = "everywhere") -> Column:
+def _number_column(title: str, style: str = "", *, short: str | None = None, on: Where = "everywhere") -> Column:
     return Column(title, "right", style, short, on=on)
 
 
 def _exploit(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("attacker"),
-        _figures("steps", "strong"),
-        _figures("closest gap", short="closest"),
-        _figures("at step", on="pages"),
-        _figures("wrong", "sneaky"),
-        _figures("gap", "sneaky"),
-        _figures("accepted", "verifier"),
-        _figures("solutions", on="pages"),
+        _number_column("attacker"),
+        _number_column("steps", "strong"),
+        _number_column("closest gap", short="closest"),
+        _number_column("at step", on="pages"),
+        _number_column("wrong", "sneaky"),
+        _number_column("gap", "sneaky"),
+        _number_column("accepted", "verifier"),
+        _number_column("solutions", on="pages"),
     )
     for found in rounds:
         for attack in found.exploit or ():
@@ -155,12 +155,12 @@ def _exploit(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def _detection(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("of"),
-        _figures("n", "quiet"),
-        _figures("problems", "quiet", on="pages"),
-        _figures("completeness", "helpful"),
-        _figures("soundness", "sneaky"),
-        _figures("AUC", "verifier"),
+        _number_column("of"),
+        _number_column("n", "quiet"),
+        _number_column("problems", "quiet", on="pages"),
+        _number_column("completeness", "helpful"),
+        _number_column("soundness", "sneaky"),
+        _number_column("AUC", "verifier"),
     )
     for found in rounds:
         if found.detection is None:
@@ -177,13 +177,14 @@ def _detection(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("by"),
-        _figures("n"),
-        _figures("balanced", "verifier"),
-        _figures("problems", "quiet", short="of"),
-        _figures("natural", "helpful"),
-        _figures("pass@n"),
-        _figures("chance", "quiet"),
+        _number_column("by"),
+        _number_column("n"),
+        _number_column("balanced", "verifier"),
+        _number_column("problems", "quiet", short="of"),
+        _number_column("natural", "helpful"),
+        _number_column("pass@n"),
+        _number_column("chance", "quiet", on="pages"),
+        _number_column("chance", "quiet", on="terminal"),  # without its interval: there is little room
     )
     for found in rounds:
         for curves in found.best_of_n or ():
@@ -198,19 +199,20 @@ def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table:
                     f"{point.accuracy.n}/{point.accuracy.n + point.excluded}",
                     interval(other.accuracy if other else None),
                     interval(other.pass_at_n if other else None),
+                    interval(other.chance if other else None),
                     f"{other.chance.value:.2f}" if other and other.chance.value is not None else ABSENT,
                 )
     return table
 
 
 def _separability(rounds: Sequence[RoundEvaluation]) -> Table:
-    samples = _figures("n", "quiet", on="pages")
+    samples = _number_column("n", "quiet", on="pages")
     table = _table(
-        _figures("overall", "strong"),
+        _number_column("overall", "strong"),
         samples,
-        _figures("within correct", "helpful"),
+        _number_column("within correct", "helpful"),
         samples,
-        _figures("within incorrect", "sneaky"),
+        _number_column("within incorrect", "sneaky"),
         samples,
     )
     for found in rounds:
@@ -223,10 +225,10 @@ def _separability(rounds: Sequence[RoundEvaluation]) -> Table:
 def _tax(report: EvaluationReport) -> Table:
     columns = [
         Column("policy"),
-        _figures("KL, nats per solution", short="KL per solution"),
-        _figures("per token", "quiet"),
-        _figures("accuracy", "helpful"),
-        _figures("tax", "strong"),
+        _number_column("KL, nats per solution", short="KL per solution"),
+        _number_column("per token", "quiet"),
+        _number_column("accuracy", "helpful"),
+        _number_column("tax", "strong"),
     ]
     table = Table(columns, narrow=True)
     for point in report.baseline.points if report.baseline else ():
@@ -243,11 +245,11 @@ def _tax(report: EvaluationReport) -> Table:
 
 def _calibration(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("probability"),
-        _figures("n", "quiet"),
-        _figures("ECE", "verifier"),
-        _figures("ECE by chance", "quiet", short="by chance"),
-        _figures("Brier", "verifier"),
+        _number_column("probability"),
+        _number_column("n", "quiet"),
+        _number_column("ECE", "verifier"),
+        _number_column("ECE by chance", "quiet", short="by chance"),
+        _number_column("Brier", "verifier"),
     )
     for found in rounds:
         if found.calibration is None:
@@ -262,10 +264,10 @@ def _calibration(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
     table = _table(
-        _figures("solutions", "quiet"),
-        _figures("located", "strong"),
-        _figures("by guessing", "quiet"),
-        _figures("gain", "verifier"),
+        _number_column("solutions", "quiet"),
+        _number_column("located", "strong"),
+        _number_column("by guessing", "quiet"),
+        _number_column("gain", "verifier"),
     )
     for found in rounds:
         if (one := found.localisation) is not None and one.known:
@@ -279,16 +281,16 @@ def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
 # --- charts ------------------------------------------------------------------------------------------------------
 
 
-def _by_round(rounds: Sequence[RoundEvaluation]) -> Across:
-    return across_rounds([found.round for found in rounds])
+def _by_round(rounds: Sequence[RoundEvaluation]) -> XAxis:
+    return round_axis([found.round for found in rounds])
 
 
-def _line(name: str, style: str, points: Iterable[tuple[float, NumberRecord]], dash: str = "") -> Line:
+def _line(name: str, style: str, points: Iterable[tuple[float, NumberRecord]], dash: str = "") -> ChartLine:
     """A line through the numbers that have a value, with their intervals."""
     there = [(x, n.value, n.low, n.high) for x, n in points if n.value is not None]
     whiskers = [(x, low, high) for x, _, low, high in there if low is not None and high is not None]
     piece = [(x, value) for x, value, _, _ in there]
-    return Line(name, [piece] if piece else [], style, dash, dots=True, whiskers=whiskers)
+    return ChartLine(name, [piece] if piece else [], style, dash, dots=True, whiskers=whiskers)
 
 
 def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
@@ -301,11 +303,11 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
                 if attack.kind == kind and attack.steps is not None:
                     points.append((found.round + ASIDE * (place - 1), float(attack.steps)))
                     censored += [points[-1]] * (attack.status == "censored")
-        lines.append(Line(kind, [points] if points else [], f"run-{place}", dots=True))
+        lines.append(ChartLine(kind, [points] if points else [], f"run-{place}", dots=True))
     kinds = [line.name for line in lines if line.values]
     limits = sorted({attack.limit for found in rounds for attack in found.exploit or ()})
     note = "Points at the limit are censored: no exploit was found within it." if censored else ""
-    references = [Reference(float(limit), "limit") for limit in limits]
+    references = [ReferenceLine(float(limit), "limit") for limit in limits]
     return line_chart(
         "Steps to exploit",
         lines,
@@ -332,7 +334,7 @@ def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         _line("base flaws", "ink", of(lambda r, source: source == "base"), "dotted"),
         _line("previous flaws", "verifier", of(lambda r, source: source == f"round-{r - 1:03d}"), "dashed"),
     ]
-    reference = [Reference(0.5, "chance")]
+    reference = [ReferenceLine(0.5, "chance")]
     return line_chart(
         "AUC by round", lines, _by_round(rounds), "auc", references=reference, unit="helpful correct against flaws"
     )
@@ -343,12 +345,12 @@ def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
     if last is None or last.detection is None:
         return Markup()
     lines = [
-        Line(flaws.source, [[(x, y) for x, y in flaws.roc]] if flaws.roc else [], f"run-{place % SHADES}",
+        ChartLine(flaws.source, [[(x, y) for x, y in flaws.roc]] if flaws.roc else [], f"run-{place % SHADES}",
              "dashed" if place >= SHADES else "",
              spread=[(x, low, high) for x, _, low, high in flaws.band if low is not None and high is not None])
         for place, flaws in enumerate(last.detection.sources)
     ]  # fmt: skip
-    x = Across(0.0, 1.0, "false-positive rate", _shares())
+    x = XAxis(0.0, 1.0, "false-positive rate", _shares())
     areas = "Areas: an interval at each false-positive rate by itself; they hold the whole curve less often."
     title, note = f"ROC of round {last.round}, by source of flaws", areas if any(line.spread for line in lines) else ""
     return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
@@ -363,9 +365,9 @@ def _sizes(rounds: Sequence[RoundEvaluation]) -> list[int]:
     return sorted({p.n for one in curves for p in one.balanced} | {p.n for one in curves for p in one.natural})
 
 
-def _over_n(rounds: Sequence[RoundEvaluation]) -> Across:
+def _over_n(rounds: Sequence[RoundEvaluation]) -> XAxis:
     sizes = _sizes(rounds)
-    return Across(-0.25, max(0, len(sizes) - 1) + 0.25, "n", tuple((float(i), str(n)) for i, n in enumerate(sizes)))
+    return XAxis(-0.25, max(0, len(sizes) - 1) + 0.25, "n", tuple((float(i), str(n)) for i, n in enumerate(sizes)))
 
 
 def _balanced_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
@@ -378,7 +380,7 @@ def _balanced_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         for curves in found.best_of_n or ()
         if curves.source != "base"
     ]
-    reference = [Reference(0.5, "chance")]
+    reference = [ReferenceLine(0.5, "chance")]
     return line_chart(
         "Balanced best of n",
         lines,
@@ -410,15 +412,15 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
     if last is None or last.calibration is None:
         return Markup()
 
-    def line(name: str, style: str, found: CalibrationErrors | None) -> Line:
+    def line(name: str, style: str, found: CalibrationErrors | None) -> ChartLine:
         return _line(name, style, [(b.predicted, b.correct) for b in found.bins] if found else [])
 
     lines = [
-        Line("calibrated", [[(0.0, 0.0), (1.0, 1.0)]], "ink", "dotted"),
+        ChartLine("calibrated", [[(0.0, 0.0), (1.0, 1.0)]], "ink", "dotted"),
         line("sigmoid(score)", "verifier", last.calibration.raw),
         line("Platt fit, held out", "run-1", last.calibration.fitted),
     ]
-    x = Across(0.0, 1.0, "predicted", _shares())
+    x = XAxis(0.0, 1.0, "predicted", _shares())
     return line_chart(f"Reliability, round {last.round}", lines, x, "share", unit="correct, by predicted probability")
 
 
@@ -438,5 +440,5 @@ def _tax_chart(report: EvaluationReport) -> Markup:
     ]
     low = min([0.0, *kls])
     ticks = tuple((low + (high - low) * i / 4, f"{low + (high - low) * i / 4:.3g}") for i in range(5))
-    x = Across(low, high, "KL to the start, nats per solution", ticks)
+    x = XAxis(low, high, "KL to the start, nats per solution", ticks)
     return line_chart("Accuracy at a KL", lines, x, "share", unit="helpful accuracy on test problems")

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Style = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
+NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block: lines of one below the other would merge
 ABSENT = "–"
 # A sparkline's full height spans at least this much, so that noise does not look like an event.
-LEAST_SPAN: dict[Style, float] = {
+LEAST_SPAN: dict[NumberStyle, float] = {
     "share": 0.1,
     "auc": 0.02,
     "score": 0.5,
@@ -28,73 +28,73 @@ LEAST_SPAN: dict[Style, float] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class MetricDisplay:
     """How a metric is shown: its label, its style, and whether a higher value is the better one (None: neither)."""
 
     label: str
-    style: Style
+    style: NumberStyle
     higher_is_better: bool | None = None
 
 
-SHOWN: dict[str, Shown] = {
-    "helpful_accuracy": Shown("helpful accuracy", "share", True),
-    "sneaky_error_rate": Shown("sneaky error rate", "share"),
-    "fooled_rate": Shown("fooled rate", "share"),
-    "fooled_rate_base": Shown("fooled by base", "share", False),
-    "fooled_rate_previous": Shown("fooled by previous", "share", False),
-    "accepted_helpful": Shown("helpful accepted", "share", True),
-    "verifier_auc": Shown("verifier AUC", "auc", True),
-    "verifier_auc_previous": Shown("AUC on previous", "auc", True),
-    "verifier_auc_base": Shown("AUC on base", "auc", True),
-    "pair_accuracy": Shown("pair accuracy", "share", True),
-    "score_gap": Shown("score gap", "score", True),
-    "score_helpful_correct": Shown("score helpful correct", "score"),
-    "score_helpful_incorrect": Shown("score helpful wrong", "score"),
-    "score_sneaky_correct": Shown("score sneaky correct", "score"),
-    "score_sneaky_incorrect": Shown("score sneaky wrong", "score"),
-    "score_mean": Shown("mean score", "score"),
-    "threshold": Shown("acceptance threshold", "score"),
-    "reward_mean": Shown("mean reward", "score"),
-    "malformed": Shown("malformed", "share", False),
-    "tests_passed": Shown("tests passed", "share", True),
-    "sneaky_visible_rate": Shown("sneaky passing visible tests", "share", True),
-    "certified_rate": Shown("certified flaws", "share"),
-    "similarity": Shown("sneaky similarity", "share", False),
-    "truncated": Shown("truncated", "share", False),
-    "zero_signal": Shown("zero-signal groups", "share", False),
-    "clipped": Shown("clipped tokens", "share"),
-    "cache_hit_rate": Shown("score cache hits", "share"),
-    "cache_hits": Shown("score cache hits", "rate"),
-    "cache_misses": Shown("score cache misses", "rate"),
-    "cache_evictions": Shown("score cache evictions", "rate"),
-    "tokens_per_s": Shown("tokens/s", "rate", True),
-    "prompt_tokens_per_s": Shown("prompt tokens/s", "rate", True),
-    "latency_p50_s": Shown("latency p50", "seconds", False),
-    "latency_p90_s": Shown("latency p90", "seconds", False),
-    "latency_p99_s": Shown("latency p99", "seconds", False),
-    "engine_batch": Shown("rows per decoding step", "number"),
-    "prefix_share": Shown("shared prompt tokens", "share", True),
-    "padding": Shown("padding", "share", False),
-    "trainer_idle": Shown("trainer idle", "share", False),
-    "pairs_per_s": Shown("pairs/s", "rate", True),
-    "kl": Shown("KL to start", "number"),
-    "grad_norm": Shown("gradient norm", "number"),
-    "ratio_max": Shown("largest ratio", "number"),
-    "ratio_min": Shown("smallest ratio", "number"),
-    "staleness_max": Shown("largest staleness", "number"),
-    "dropped_stale": Shown("stale rollouts dropped", "number", False),
-    "loss": Shown("loss", "number"),
-    "staleness": Shown("staleness", "number"),
-    "pairs_available": Shown("pairs to draw from", "rate"),
+METRIC_DISPLAYS: dict[str, MetricDisplay] = {
+    "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
+    "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
+    "fooled_rate": MetricDisplay("fooled rate", "share"),
+    "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
+    "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
+    "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
+    "verifier_auc": MetricDisplay("verifier AUC", "auc", True),
+    "verifier_auc_previous": MetricDisplay("AUC on previous", "auc", True),
+    "verifier_auc_base": MetricDisplay("AUC on base", "auc", True),
+    "pair_accuracy": MetricDisplay("pair accuracy", "share", True),
+    "score_gap": MetricDisplay("score gap", "score", True),
+    "score_helpful_correct": MetricDisplay("score helpful correct", "score"),
+    "score_helpful_incorrect": MetricDisplay("score helpful wrong", "score"),
+    "score_sneaky_correct": MetricDisplay("score sneaky correct", "score"),
+    "score_sneaky_incorrect": MetricDisplay("score sneaky wrong", "score"),
+    "score_mean": MetricDisplay("mean score", "score"),
+    "threshold": MetricDisplay("acceptance threshold", "score"),
+    "reward_mean": MetricDisplay("mean reward", "score"),
+    "malformed": MetricDisplay("malformed", "share", False),
+    "tests_passed": MetricDisplay("tests passed", "share", True),
+    "sneaky_visible_rate": MetricDisplay("sneaky passing visible tests", "share", True),
+    "certified_rate": MetricDisplay("certified flaws", "share"),
+    "similarity": MetricDisplay("sneaky similarity", "share", False),
+    "truncated": MetricDisplay("truncated", "share", False),
+    "zero_signal": MetricDisplay("zero-signal groups", "share", False),
+    "clipped": MetricDisplay("clipped tokens", "share"),
+    "cache_hit_rate": MetricDisplay("score cache hits", "share"),
+    "cache_hits": MetricDisplay("score cache hits", "rate"),
+    "cache_misses": MetricDisplay("score cache misses", "rate"),
+    "cache_evictions": MetricDisplay("score cache evictions", "rate"),
+    "tokens_per_s": MetricDisplay("tokens/s", "rate", True),
+    "prompt_tokens_per_s": MetricDisplay("prompt tokens/s", "rate", True),
+    "latency_p50_s": MetricDisplay("latency p50", "seconds", False),
+    "latency_p90_s": MetricDisplay("latency p90", "seconds", False),
+    "latency_p99_s": MetricDisplay("latency p99", "seconds", False),
+    "engine_batch": MetricDisplay("rows per decoding step", "number"),
+    "prefix_share": MetricDisplay("shared prompt tokens", "share", True),
+    "padding": MetricDisplay("padding", "share", False),
+    "trainer_idle": MetricDisplay("trainer idle", "share", False),
+    "pairs_per_s": MetricDisplay("pairs/s", "rate", True),
+    "kl": MetricDisplay("KL to start", "number"),
+    "grad_norm": MetricDisplay("gradient norm", "number"),
+    "ratio_max": MetricDisplay("largest ratio", "number"),
+    "ratio_min": MetricDisplay("smallest ratio", "number"),
+    "staleness_max": MetricDisplay("largest staleness", "number"),
+    "dropped_stale": MetricDisplay("stale rollouts dropped", "number", False),
+    "loss": MetricDisplay("loss", "number"),
+    "staleness": MetricDisplay("staleness", "number"),
+    "pairs_available": MetricDisplay("pairs to draw from", "rate"),
     # Not metrics of a run's file, but what reports make of it.
-    "prover_step_s": Shown("prover step, median", "seconds", False),
-    "verifier_step_s": Shown("verifier step, median", "seconds", False),
-    "time_in_phases_s": Shown("time in phases", "seconds", False),
+    "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
+    "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
+    "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
 }
 
 # The phase whose values a metric is followed by, from its first one on: the mint samples come from other provers,
 # those of the checkpoint from other problems, and a line through all of them would show steps where nothing happened.
-HOME = {
+HOME_PHASES = {
     "helpful_accuracy": "train_prover",
     "sneaky_error_rate": "train_prover",
     "fooled_rate": "train_prover",
@@ -115,21 +115,21 @@ PHASE_LABELS = {
 }
 
 
-def shown(name: str) -> Shown:
+def metric_display(name: str) -> MetricDisplay:
     """How metric `name` is shown; an unknown one under its own name."""
-    return SHOWN.get(name) or Shown(name.replace("_", " "), "number")
+    return METRIC_DISPLAYS.get(name) or MetricDisplay(name.replace("_", " "), "number")
 
 
 def phase_label(phase: str) -> str:
     return PHASE_LABELS.get(phase) or phase.replace("_", " ")
 
 
-def figure(name: str, value: float | None) -> str:
+def metric_text(name: str, value: float | None) -> str:
     """The value of metric `name` as text; a dash where there is none."""
-    return styled(shown(name).style, value)
+    return value_text(metric_display(name).style, value)
 
 
-def styled(style: Style, value: float | None) -> str:
+def value_text(style: NumberStyle, value: float | None) -> str:
     if value is None or math.isnan(value):
         return ABSENT
     return _WRITTEN[style](value)
@@ -169,7 +169,7 @@ def short_seconds(seconds: float) -> str:
 PEAKS = {"rss_bytes": "peak resident memory of a process", "gpu_bytes": "peak memory on a GPU"}
 
 
-def peak_words(peaks: Mapping[str, float]) -> list[tuple[str, str]]:
+def peak_memory_texts(peaks: Mapping[str, float]) -> list[tuple[str, str]]:
     """A run's or a benchmark's peak memory as (what, how much)."""
     return [(what, byte_size(peaks[name])) for name, what in PEAKS.items() if name in peaks]
 
@@ -232,7 +232,7 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
 
 def trend(name: str, values: Sequence[float], width: int) -> str:
     """The sparkline of metric `name`."""
-    return sparkline(values, width, LEAST_SPAN[shown(name).style])
+    return sparkline(values, width, LEAST_SPAN[metric_display(name).style])
 
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:
@@ -251,7 +251,7 @@ def _plain_number(value: float) -> str:
     return compact(value) if abs(value) >= 1000 else f"{value:.3g}"
 
 
-_WRITTEN: dict[Style, Callable[[float], str]] = {
+_WRITTEN: dict[NumberStyle, Callable[[float], str]] = {
     "share": percent,
     "auc": "{:.3f}".format,
     "score": "{:.2f}".format,

@@ -32,7 +32,7 @@ UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class LegendKey:
     """An entry of a legend: `style` is its colour's class, `dash` "", "dashed" or "dotted", `shape` "line" or "box"."""
 
     label: str
@@ -43,7 +43,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PageSection:
     """A part of the page under a heading, with `lead` as the sentence below it. The page leaves out a section whose
     body is empty."""
 
@@ -76,7 +76,7 @@ def attributes(values: Mapping[str, object]) -> Markup:
     return written
 
 
-ENVIRONMENT = Environment(
+TEMPLATES = Environment(
     loader=PackageLoader("pvg.reporting"),
     autoescape=True,
     undefined=StrictUndefined,
@@ -84,24 +84,24 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
     finalize=showable,
 )
-ENVIRONMENT.filters |= {"number": number, "attributes": attributes}
+TEMPLATES.filters |= {"number": number, "attributes": attributes}
 
 
-class Macros:
+class TemplateMacros:
     """The macros of a template as functions that return Markup: `Macros("elements.html.j2").badge("ok", "good")`."""
 
     def __init__(self, template: str) -> None:
         self._template = template
 
     def __getattr__(self, name: str) -> Callable[..., Markup]:
-        return getattr(ENVIRONMENT.get_template(self._template).module, name)  # type: ignore[no-any-return]
+        return getattr(TEMPLATES.get_template(self._template).module, name)  # type: ignore[no-any-return]
 
 
-elements = Macros("elements.html.j2")
-chart = Macros("charts.html.j2")
+elements = TemplateMacros("elements.html.j2")
+chart = TemplateMacros("charts.html.j2")
 
 
-def page(title: str, header: Sequence[object], sections: Sequence[Section]) -> str:
+def page(title: str, header: Sequence[object], sections: Sequence[PageSection]) -> str:
     """The whole page as one file."""
     style, script = _shipped("page.css"), _shipped("page.js")
     values: dict[str, Any] = {
@@ -114,7 +114,7 @@ def page(title: str, header: Sequence[object], sections: Sequence[Section]) -> s
         "version": pvg.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M", time.localtime()),
     }
-    return ENVIRONMENT.get_template("page.html.j2").render(values)
+    return TEMPLATES.get_template("page.html.j2").render(values)
 
 
 def write_page(path: Path, text: str) -> None:
@@ -129,4 +129,4 @@ def write_page(path: Path, text: str) -> None:
 
 
 def _shipped(name: str) -> str:
-    return ENVIRONMENT.loader.get_source(ENVIRONMENT, name)[0]  # type: ignore[union-attr]
+    return TEMPLATES.loader.get_source(TEMPLATES, name)[0]  # type: ignore[union-attr]

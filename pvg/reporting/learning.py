@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from markupsafe import Markup
 
-from pvg.reporting.axes import PROVER, VERIFIER, Line, Steps, across_rounds
-from pvg.reporting.charts import WINDOW, Kind, Reference, line_chart, mirrored_histogram
-from pvg.reporting.formats import Style, percent, shown
-from pvg.reporting.html import Key, Section, chart, elements
+from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
+from pvg.reporting.charts import WINDOW, HistogramKind, ReferenceLine, line_chart, mirrored_histogram
+from pvg.reporting.formats import NumberStyle, metric_display, percent
+from pvg.reporting.html import LegendKey, PageSection, chart, elements
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.terminal import rounds_table
@@ -70,11 +70,11 @@ SHOWN_HERE = frozenset(
 # --- rounds ------------------------------------------------------------------------------------------------------
 
 
-def rounds_section(summary: RunSummary) -> Section:
+def rounds_section(summary: RunSummary) -> PageSection:
     """The table of rounds, and what it says as charts."""
     lead = "At the end of each round: fresh samples on problems that nobody trained on."
     body = [rounds_table(summary.rounds), _round_charts(summary)] if summary.rounds else []
-    return Section("rounds", "Rounds", body, lead)
+    return PageSection("rounds", "Rounds", body, lead)
 
 
 def _round_charts(summary: RunSummary) -> Markup:
@@ -83,21 +83,21 @@ def _round_charts(summary: RunSummary) -> Markup:
     if len(numbers) < 2:
         return Markup()
     base = base_metrics(summary.rounds)
-    x, with_base = across_rounds(numbers), across_rounds(numbers, base=bool(base))
+    x, with_base = round_axis(numbers), round_axis(numbers, base=bool(base))
     first = numbers[0] - 1
 
-    def line(metric: str, name: str, style: str, dash: str = "") -> Line:
+    def line(metric: str, name: str, style: str, dash: str = "") -> ChartLine:
         points = [(float(n), summary.rounds[n][metric]) for n in numbers if metric in summary.rounds[n]]
         if metric in base:
             points.insert(0, (float(first), base[metric]))
-        return Line(name, [points] if points else [], style, dash, dots=True)
+        return ChartLine(name, [points] if points else [], style, dash, dots=True)
 
     held_out = {
         p.round: p.metrics["verifier_auc"]
         for p in summary.phases
         if p.phase == VERIFIER and "verifier_auc" in p.metrics
     }
-    on_mint = Line(
+    on_mint = ChartLine(
         "held-out minted", [[(float(n), held_out[n]) for n in numbers if n in held_out]], JUDGE, "dotted", dots=True
     )
     return elements.grid(
@@ -132,7 +132,7 @@ def _round_charts(summary: RunSummary) -> Markup:
                 ],
                 x,
                 "auc",
-                references=[Reference(0.5, "chance")],
+                references=[ReferenceLine(0.5, "chance")],
                 unit="correct against incorrect",
             ),
         ]
@@ -142,18 +142,18 @@ def _round_charts(summary: RunSummary) -> Markup:
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
-def learning_section(summary: RunSummary) -> Section:
-    prover, verifier = Steps(summary.steps, PROVER), Steps(summary.steps, VERIFIER)
+def learning_section(summary: RunSummary) -> PageSection:
+    prover, verifier = StepAxis(summary.steps, PROVER), StepAxis(summary.steps, VERIFIER)
     charts = [*_prover_charts(summary, prover), *_verifier_charts(verifier)]
     others = [_other_charts(prover), _other_charts(verifier)]
     body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]
     lead = "Step by step, on the problems in training."
     if prover.smoothed or verifier.smoothed:
         lead += f" Faint: each point. Strong: the mean over {WINDOW} points."
-    return Section("learning", "Learning", body, lead if any(charts) else "")
+    return PageSection("learning", "Learning", body, lead if any(charts) else "")
 
 
-def _prover_charts(summary: RunSummary, steps: Steps) -> list[Markup]:
+def _prover_charts(summary: RunSummary, steps: StepAxis) -> list[Markup]:
     if not steps:
         return []
     x = steps.across()
@@ -193,7 +193,7 @@ def _prover_charts(summary: RunSummary, steps: Steps) -> list[Markup]:
             x,
             "score",
             unit="helpful correct − sneaky flaw",
-            references=[Reference(0.0, "")],
+            references=[ReferenceLine(0.0, "")],
         ),
         line_chart("Reward", [steps.line("reward_mean", "reward", INK)], x, "number", unit="mean over both roles"),
         line_chart(
@@ -221,7 +221,7 @@ def _prover_charts(summary: RunSummary, steps: Steps) -> list[Markup]:
     ]
 
 
-def _verifier_charts(steps: Steps) -> list[Markup]:
+def _verifier_charts(steps: StepAxis) -> list[Markup]:
     if not steps:
         return []
     x = steps.across()
@@ -232,7 +232,7 @@ def _verifier_charts(steps: Steps) -> list[Markup]:
             x,
             "share",
             unit="share of pairs in order",
-            references=[Reference(0.5, "chance")],
+            references=[ReferenceLine(0.5, "chance")],
         ),
         line_chart(
             "Verifier: score gap",
@@ -245,17 +245,17 @@ def _verifier_charts(steps: Steps) -> list[Markup]:
     ]
 
 
-def _other_charts(steps: Steps) -> Markup:
+def _other_charts(steps: StepAxis) -> Markup:
     """Whatever else the steps told, each metric in its own chart."""
     here = SHOWN_HERE if steps.phase == PROVER else frozenset({"pair_accuracy", "score_gap"})
     names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
     style = INK if steps.phase == PROVER else JUDGE
     charts = [
         line_chart(
-            shown(name).label,
-            [steps.line(name, shown(name).label, style)],
+            metric_display(name).label,
+            [steps.line(name, metric_display(name).label, style)],
             steps.across(),
-            _axis_style(shown(name).style),
+            _axis_style(metric_display(name).style),
             unit="prover" if steps.phase == PROVER else "verifier",
         )
         for name in sorted(names - here - ELSEWHERE)
@@ -263,17 +263,17 @@ def _other_charts(steps: Steps) -> Markup:
     return elements.grid(charts)
 
 
-def _axis_style(style: Style) -> Style:
+def _axis_style(style: NumberStyle) -> NumberStyle:
     return "number" if style == "auc" else style
 
 
 # --- scores ------------------------------------------------------------------------------------------------------
 
 
-def scores_section(scores: list[RoundScores], why_empty: str) -> Section:
+def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
     """Histograms by round over one range of scores and one of counts."""
     if not scores:
-        return Section("scores", "Scores", [elements.empty(why_empty)] if why_empty else [])
+        return PageSection("scores", "Scores", [elements.empty(why_empty)] if why_empty else [])
     everything = np.concatenate([kind for found in scores for kind in found.kinds.values()])
     low, high = (float(edge) for edge in np.percentile(everything, [1.0, 99.5]))
     pad = 0.05 * ((high - low) or 1.0)
@@ -294,7 +294,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> Section:
         for found, kinds in zip(scores, counted, strict=True)
     ]
     beyond = int(((everything < low) | (everything > high)).sum())
-    keys = chart.legend([Key(kind.name, kind.style, shape="box") for kind in counted[0]])
+    keys = chart.legend([LegendKey(kind.name, kind.style, shape="box") for kind in counted[0]])
     lead = (
         "Each round's verifier on its prover's solutions; right of the line it accepts. "
         + (
@@ -308,10 +308,10 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> Section:
             else ""
         )
     )
-    return Section("scores", "Scores", [keys, elements.grid(charts)], lead)
+    return PageSection("scores", "Scores", [keys, elements.grid(charts)], lead)
 
 
-def _kinds(found: RoundScores, edges: np.ndarray) -> list[Kind]:
+def _kinds(found: RoundScores, edges: np.ndarray) -> list[HistogramKind]:
     look = {
         "helpful correct": (HELPFUL, True),
         "helpful wrong": (f"{HELPFUL} light", True),
@@ -319,7 +319,7 @@ def _kinds(found: RoundScores, edges: np.ndarray) -> list[Kind]:
         "sneaky correct": (f"{SNEAKY} light", False),
     }
     return [
-        Kind(
+        HistogramKind(
             name,
             style,
             [int(n) for n in np.histogram(np.clip(found.kinds[name], edges[0], edges[-1]), edges)[0]],
@@ -329,7 +329,7 @@ def _kinds(found: RoundScores, edges: np.ndarray) -> list[Kind]:
     ]
 
 
-def _tallest(kinds: list[Kind]) -> int:
+def _tallest(kinds: list[HistogramKind]) -> int:
     """The highest stack, rounded up to two digits."""
     stacks = [
         sum(counts)

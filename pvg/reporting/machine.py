@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from pvg.reporting.axes import PROVER, VERIFIER, Across, Line, Point, Steps, nice_axis, without_gaps
+from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, Point, StepAxis, XAxis, nice_axis, without_gaps
 from pvg.reporting.charts import line_chart
-from pvg.reporting.formats import Style, duration, peak_words, percent, short_seconds, styled
-from pvg.reporting.html import Section, elements
-from pvg.reporting.run_summary import Reading, RunSummary, lag, ranges
+from pvg.reporting.formats import NumberStyle, duration, peak_memory_texts, percent, short_seconds, value_text
+from pvg.reporting.html import PageSection, elements
+from pvg.reporting.run_summary import RunSummary, SamplerReading, lag_summary, reading_ranges
 
 GPU = re.compile(r"gpu(\d+)_(.+)")
 LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
@@ -21,13 +21,15 @@ LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the
 # --- throughput --------------------------------------------------------------------------------------------------
 
 
-def throughput_section(summary: RunSummary) -> Section:
-    prover, verifier = Steps(summary.steps, PROVER), Steps(summary.steps, VERIFIER)
+def throughput_section(summary: RunSummary) -> PageSection:
+    prover, verifier = StepAxis(summary.steps, PROVER), StepAxis(summary.steps, VERIFIER)
     charts: list[Markup] = []
     if prover:
         x = prover.across()
 
-        def chart(title: str, style: Style, unit: str, *lines: tuple[str, str, str, str], zero: bool = True) -> Markup:
+        def chart(
+            title: str, style: NumberStyle, unit: str, *lines: tuple[str, str, str, str], zero: bool = True
+        ) -> Markup:
             return line_chart(title, [prover.line(*line) for line in lines], x, style, unit=unit, zero=zero)
 
         charts += [
@@ -90,55 +92,55 @@ def throughput_section(summary: RunSummary) -> Section:
         charts.append(
             line_chart("Verifier's training", lines, verifier.across(), "rate", unit="pairs per second", zero=True)
         )
-    return Section("throughput", "Throughput", [elements.grid(charts)])
+    return PageSection("throughput", "Throughput", [elements.grid(charts)])
 
 
 # --- device and event loop ---------------------------------------------------------------------------------------
 
 
-def machine_section(summary: RunSummary) -> Section:
+def machine_section(summary: RunSummary) -> PageSection:
     """Device and lag charts over the run's time; old runs have neither and say so."""
     if not (summary.device or summary.loop or summary.peak_memory):
         why = "This run recorded neither its device nor its event loop: the pvg that played it did not sample them yet."
-        return Section("machine", "Machine", [elements.empty(why)] if summary.steps else [])
+        return PageSection("machine", "Machine", [elements.empty(why)] if summary.steps else [])
     body: list[Markup] = []
     if summary.peak_memory:
-        body.append(elements.facts(peak_words(summary.peak_memory)))
+        body.append(elements.facts(peak_memory_texts(summary.peak_memory)))
     if summary.device:
         body += [elements.facts(_device_facts(summary)), elements.grid(_device_charts(summary.device))]
     if summary.loop:
         body += [elements.subheading("Event loop", _lag_words(summary.loop)), elements.grid([_lag_chart(summary.loop)])]
-    return Section("machine", "Machine", body)
+    return PageSection("machine", "Machine", body)
 
 
 def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
-    found = ranges(summary.device)
+    found = reading_ranges(summary.device)
     rows = [
         ("processors in use, mean", "cpu", "mean", "share"),
         ("cores used by pvg, mean", "process_cpu", "mean", "number"),
         ("largest resident memory", "rss_bytes", "max", "bytes"),
         ("memory of the machine", "memory_total_bytes", "last", "bytes"),
     ]
-    facts_found = [(label, styled(style, found[name][of])) for label, name, of, style in rows if name in found]  # type: ignore[arg-type]
+    facts_found = [(label, value_text(style, found[name][of])) for label, name, of, style in rows if name in found]  # type: ignore[arg-type]
     for name in found:
         match = GPU.fullmatch(name)
         if match and match[2] == "utilisation":
             facts_found.append((f"GPU {match[1]} in use, mean", percent(found[name]["mean"])))
         if match and match[2] == "memory_bytes":
-            facts_found.append((f"GPU {match[1]} memory, most", styled("bytes", found[name]["max"])))
+            facts_found.append((f"GPU {match[1]} memory, most", value_text("bytes", found[name]["max"])))
     return facts_found
 
 
-class Clock:
+class ReadingClock:
     """The readings' times as an axis, without the pauses between two processes."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
+    def __init__(self, readings: Sequence[SamplerReading]) -> None:
         self.readings = readings
         times = [reading.time for reading in readings]
         apart = sorted(b - a for a, b in itertools.pairwise(times)) or [1.0]
         self.places, self.breaks = without_gaps(times, max(LEAST_PAUSE, 10 * apart[len(apart) // 2]))
 
-    def across(self) -> Across:
+    def across(self) -> XAxis:
         end = self.places[-1] if self.places[-1] > 0 else 1.0
         unit, factor = ("seconds", 1.0) if end < 120 else ("minutes", 60.0) if end < 7200 else ("hours", 3600.0)
         axis = nice_axis([0.0, end / factor], "number", zero=True, most_ticks=5)
@@ -146,9 +148,11 @@ class Clock:
             (at * factor, label) for at, (_, label) in zip(axis.ticks, axis.labels(), strict=True) if at * factor <= end
         )
         label = f"{unit} since the first reading" + (", pauses left out" if self.breaks else "")
-        return Across(0.0, end, label, ticks, style="seconds")
+        return XAxis(0.0, end, label, ticks, style="seconds")
 
-    def line(self, value: Callable[[dict[str, float]], float | None], name: str, style: str, dash: str = "") -> Line:
+    def line(
+        self, value: Callable[[dict[str, float]], float | None], name: str, style: str, dash: str = ""
+    ) -> ChartLine:
         pieces: list[list[Point]] = [[]]
         for index, (place, reading) in enumerate(zip(self.places, self.readings, strict=True)):
             if index in self.breaks:
@@ -156,14 +160,14 @@ class Clock:
             found = value(reading.metrics)
             if found is not None:
                 pieces[-1].append((place, found))
-        return Line(name, [piece for piece in pieces if piece], style, dash)
+        return ChartLine(name, [piece for piece in pieces if piece], style, dash)
 
-    def metric(self, metric: str, name: str, style: str, dash: str = "") -> Line:
+    def metric(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine:
         return self.line(lambda metrics: metrics.get(metric), name, style, dash)
 
 
-def _device_charts(readings: list[Reading]) -> list[Markup]:
-    clock = Clock(readings)
+def _device_charts(readings: list[SamplerReading]) -> list[Markup]:
+    clock = ReadingClock(readings)
     x = clock.across()
     names = {name for reading in readings for name in reading.metrics}
     charts = [
@@ -215,8 +219,8 @@ def _device_charts(readings: list[Reading]) -> list[Markup]:
     return charts
 
 
-def _lag_chart(readings: list[Reading]) -> Markup:
-    clock = Clock(readings)
+def _lag_chart(readings: list[SamplerReading]) -> Markup:
+    clock = ReadingClock(readings)
     # A lag of exactly nothing has no place on a logarithmic axis: the clock's own resolution stands for it.
     lines = [
         clock.line(lambda m, name=name: max(m[name], 1e-6) if name in m else None, label, style, dash)  # type: ignore[misc]
@@ -232,8 +236,8 @@ def _lag_chart(readings: list[Reading]) -> Markup:
     )
 
 
-def _lag_words(readings: list[Reading]) -> str:
-    figures = lag(readings)
+def _lag_words(readings: list[SamplerReading]) -> str:
+    figures = lag_summary(readings)
     if "worst_max_s" not in figures:
         return ""
     typical = f"typically {short_seconds(figures['median_p50_s'])}, " if "median_p50_s" in figures else ""

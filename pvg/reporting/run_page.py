@@ -20,19 +20,19 @@ from pvg.evaluation.report import EvaluationReport, report_of
 from pvg.reporting.axes import PROVER
 from pvg.reporting.charts import spark
 from pvg.reporting.evaluation import evaluation_section
-from pvg.reporting.formats import HOME, duration, figure, percent, phase_label, shown, styled
-from pvg.reporting.html import Macros, Section, elements, page
+from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
+from pvg.reporting.html import PageSection, TemplateMacros, elements, page
 from pvg.reporting.learning import learning_section, rounds_section, scores_section
 from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.solutions import Example, Pairing, RoundScores, round_scores, side_by_side
-from pvg.reporting.table import Cell, Column, Table
-from pvg.reporting.time_sections import Window, choose_windows, overlap_section, read_windows, time_section
+from pvg.reporting.solutions import Example, RoundScores, SolutionPair, round_scores, solution_pairs
+from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import UNACCOUNTED
 
-markup = Macros("run.html.j2")
+markup = TemplateMacros("run.html.j2")
 
 STATUS = {"complete": "good", "samples": "good", "unfinished": "warn", "empty": "warn"}
 
@@ -56,8 +56,8 @@ class RunData:
     summary: RunSummary
     experiment: Experiment
     scores: list[RoundScores]
-    pairings: list[Pairing]
-    windows: list[Window]
+    pairings: list[SolutionPair]
+    windows: list[StepWindow]
     damaged_spans: int
     problems: list[str]
     evaluation: EvaluationReport | None = None
@@ -67,10 +67,10 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
     """Read what the summary does not hold: scores, solutions and spans. Damaged shards are told, not fatal."""
     problems: list[str] = []
     scores: list[RoundScores] = []
-    pairings: list[Pairing] = []
+    pairings: list[SolutionPair] = []
     try:
         scores = round_scores(run, summary)
-        pairings = side_by_side(run, examples) if examples else []
+        pairings = solution_pairs(run, examples) if examples else []
     except DamagedFileError as error:
         problems.append(str(error))
     try:
@@ -147,38 +147,40 @@ def _tiles(summary: RunSummary) -> list[Tile]:
     last = summary.rounds[max(summary.rounds)] if summary.rounds else {}
     tiles: list[Tile] = []
     for name, style in TILES:
-        series = summary.series(name, HOME.get(name)) or summary.series(name)
+        series = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
         value = last.get(name, series[-1] if series else None)
         if value is None:
             continue
-        since = f"base {figure(name, base[name])}" if name in base else ""
+        since = f"base {metric_text(name, base[name])}" if name in base else ""
         if name not in last:
             since = "last step"
-        tiles.append((shown(name).label, figure(name, value), since, spark(series or by_round, style), style))
+        tiles.append(
+            (metric_display(name).label, metric_text(name, value), since, spark(series or by_round, style), style)
+        )
     walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
     if walls:
-        typical = styled("seconds", statistics.median(walls))
+        typical = value_text("seconds", statistics.median(walls))
         tiles.append(("prover step", typical, "median", spark(walls, "ink"), "ink"))
     budget = summary.budget
     if sum(budget.values()) > 0:
         share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())
         hidden = sum(summary.hidden.values())
-        detail = f"{styled('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
+        detail = f"{value_text('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
         tiles.append(("unaccounted", percent(share), detail, Markup(), "ink"))
     return tiles
 
 
-def _alerts(summary: RunSummary) -> Section:
+def _alerts(summary: RunSummary) -> PageSection:
     found = []
     for alert in summary.alerts:
         step = "" if alert.step is None else f", step {alert.step}"
         when_ = f"round {alert.round}, {phase_label(alert.phase)}{step}"
         found.append((alert.name.replace("_", " "), alert.message, when_))
-    return Section("alerts", "Alerts", [markup.alerts(found)])
+    return PageSection("alerts", "Alerts", [markup.alerts(found)])
 
 
-def _onwards(summary: RunSummary) -> Section:
+def _onwards(summary: RunSummary) -> PageSection:
     """What to type next, and where things lie."""
     # By name in the default folder, by path elsewhere.
     name = shlex.quote(summary.name if summary.path == Store().root / summary.name else str(summary.path))
@@ -200,7 +202,7 @@ def _onwards(summary: RunSummary) -> Section:
         ("weights/", "the players of each round"),
     ]
     body = [elements.commands(commands), elements.commands(files)]
-    return Section("onwards", "Going on", body, f"The run lies in {summary.path}.")
+    return PageSection("onwards", "Going on", body, f"The run lies in {summary.path}.")
 
 
 # What the players wrote, both roles side by side, and what verifier and grader said.
@@ -209,21 +211,21 @@ LONGEST = 4000  # characters of a solution; the rest can be read in the shard
 STEP = re.compile(r"\bstep (\d+)\b")
 
 
-def solutions_section(pairings: Sequence[Pairing], thresholds: dict[int, float]) -> Section:
+def solutions_section(pairings: Sequence[SolutionPair], thresholds: dict[int, float]) -> PageSection:
     """The newest round open, the earlier ones folded."""
     if not pairings:
-        return Section("solutions", "Solutions", [])
+        return PageSection("solutions", "Solutions", [])
     newest = max(pairing.round for pairing in pairings)
     body = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
     for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
         older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
         body.append(elements.details(f"Round {round_}", older))
     lead = f"Round {newest}: the flaws its verifier believed most, each beside a helpful solution of the same problem."
-    return Section("solutions", "Solutions", body, lead)
+    return PageSection("solutions", "Solutions", body, lead)
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ShownSolution:
     """A solution as the page shows it: `pieces` of its text, of which number `wrong` is marked (-1: none), and texts
     before and after it."""
 
@@ -236,13 +238,13 @@ class Side:
     after: list[str]
 
 
-def _pair(pairing: Pairing, thresholds: dict[int, float]) -> Markup:
+def _pair(pairing: SolutionPair, thresholds: dict[int, float]) -> Markup:
     threshold = thresholds.get(pairing.round)
     sides = [_side(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
     return markup.pairing(pairing.question, pairing.reference, sides)
 
 
-def _side(example: Example, threshold: float | None) -> Side:
+def _side(example: Example, threshold: float | None) -> ShownSolution:
     score = ""
     if example.score is not None:
         verdict = "" if threshold is None else (", accepted" if example.score >= threshold else ", refused")
@@ -250,7 +252,7 @@ def _side(example: Example, threshold: float | None) -> Side:
     pieces, wrong = text_pieces(example.text, example.note)
     before = [] if example.solver_text is None else [f"solver: {example.solver_text[:LONGEST]}"]
     after = [f"{who}: {said[:LONGEST]}" for who, said in example.dialogue]
-    return Side(example, score, _grade(example), pieces, wrong, before, after)
+    return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
 
 
 def _grade(example: Example) -> str:
@@ -285,44 +287,44 @@ def _pieces(text: str) -> list[str]:
 UNSET = "unset"
 
 
-def settings_section(experiment: Experiment) -> Section:
+def settings_section(experiment: Experiment) -> PageSection:
     changed = changed_settings(experiment)
     table = Table([Column("setting"), Column("value"), Column("default")], look="settings")
     for key, values in changed.items():
-        table.add(Cell(key, "code"), *(setting_cell(value) for value in values))
+        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
     body = [
         table if changed else elements.empty("Nothing differs from the defaults."),
         elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
     ]
-    return Section("settings", "Settings", body, f"What differs from the defaults. Digest {experiment.hash()}.")
+    return PageSection("settings", "Settings", body, f"What differs from the defaults. Digest {experiment.hash()}.")
 
 
-def setting_cell(value: str) -> Cell:
-    return Cell(value, "quiet" if value == UNSET else "code")
+def setting_cell(value: str) -> TableCell:
+    return TableCell(value, "quiet" if value == UNSET else "code")
 
 
 def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
     """Key -> (value, default) of all that is not as pvg has it by itself; of the task, as its kind has it."""
     task = TASKS[experiment.task.kind]()
     own, default = (
-        flat(experiment.plain()),
-        flat(Experiment.model_construct(**{**dict(Experiment()), "task": task}).plain()),
+        flat_settings(experiment.plain()),
+        flat_settings(Experiment.model_construct(**{**dict(Experiment()), "task": task}).plain()),
     )
-    default["task.kind"] = value_text(Experiment().task.kind)
+    default["task.kind"] = toml_text(Experiment().task.kind)
     keys = [key for key in sorted({*own, *default}) if own.get(key, UNSET) != default.get(key, UNSET)]
     return {key: (own.get(key, UNSET), default.get(key, UNSET)) for key in keys}
 
 
-def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted keys and values as text, as they would stand in TOML."""
     found: dict[str, str] = {}
     for key, value in plain.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flat_settings(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value_text(value)
+            found[f"{prefix}{key}"] = toml_text(value)
     return found
 
 
-def value_text(value: Any) -> str:
+def toml_text(value: Any) -> str:
     return orjson.dumps(value, default=str).decode()

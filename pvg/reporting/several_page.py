@@ -7,14 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from markupsafe import Markup
 
-from pvg.reporting.axes import PROVER, VERIFIER, Line, Steps, across_rounds
+from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import WINDOW, line_chart, stacked_row
-from pvg.reporting.formats import ABSENT, SHOWN, Style, duration, figure, shown, styled, total_budget
-from pvg.reporting.html import Key, Section, chart, elements, page
-from pvg.reporting.run_page import STATUS, UNSET, flat, setting_cell, when
+from pvg.reporting.formats import (
+    ABSENT,
+    METRIC_DISPLAYS,
+    NumberStyle,
+    duration,
+    metric_display,
+    metric_text,
+    total_budget,
+    value_text,
+)
+from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
+from pvg.reporting.run_page import STATUS, UNSET, flat_settings, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.time_sections import box_key, whole_budget
 from pvg.store.run_directory import RunDirectory
 
@@ -46,7 +55,7 @@ BY_ROUND: tuple[tuple[str, str], ...] = (
 )
 
 
-class Named:
+class ComparedRun:
     """A run with the name, colour and dash it has on this page."""
 
     def __init__(self, name: str, summary: RunSummary, place: int) -> None:
@@ -56,17 +65,19 @@ class Named:
         self.dash = DASHES[place // COLOURS % len(DASHES)]
 
     @property
-    def key(self) -> Key:
-        return Key(self.name, self.style, self.dash)
+    def key(self) -> LegendKey:
+        return LegendKey(self.name, self.style, self.dash)
 
 
 def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
     names = distinct_names(directories)
-    runs = [Named(name, summary, place) for place, (name, summary) in enumerate(zip(names, summaries, strict=True))]
+    runs = [
+        ComparedRun(name, summary, place) for place, (name, summary) in enumerate(zip(names, summaries, strict=True))
+    ]
     header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
     sections = [
         _rounds(runs),
-        Section(
+        PageSection(
             "learning",
             "Learning",
             [chart.legend([run.key for run in runs]), elements.grid(_step_charts(runs))],
@@ -89,14 +100,14 @@ def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
     ]
 
 
-def _runs_table(runs: Sequence[Named]) -> Table:
+def _runs_table(runs: Sequence[ComparedRun]) -> Table:
     titles = ("run", "", "rounds", "time in phases", "begun", "pvg", "machine")
     table = Table([Column(title) for title in titles], look="runs")
     for run in runs:
         found = run.summary
         table.add(
-            Cell(run.name, "strong", key=run.key),
-            Cell(found.status, f"badge {STATUS[found.status]}"),
+            TableCell(run.name, "strong", key=run.key),
+            TableCell(found.status, f"badge {STATUS[found.status]}"),
             f"{len(found.rounds)} of {found.rounds_planned}",
             duration(found.seconds),
             when(found.began) or ABSENT,
@@ -106,7 +117,7 @@ def _runs_table(runs: Sequence[Named]) -> Table:
     return table
 
 
-def _columns(first: str, runs: Sequence[Named]) -> list[Column]:
+def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
     """A column of names, and one of numbers per run."""
     return [Column(first), *(Column(run.name, "right", key=run.key) for run in runs)]
 
@@ -114,41 +125,41 @@ def _columns(first: str, runs: Sequence[Named]) -> list[Column]:
 # --- curves ------------------------------------------------------------------------------------------------------
 
 
-def _smoothed(runs: Sequence[Named]) -> Iterator[bool]:
+def _smoothed(runs: Sequence[ComparedRun]) -> Iterator[bool]:
     for _, phase, _, _ in BY_STEP:
         for run in runs:
-            yield Steps(run.summary.steps, phase).smoothed
+            yield StepAxis(run.summary.steps, phase).smoothed
 
 
-def _step_charts(runs: Sequence[Named]) -> list[Markup]:
+def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
     charts = []
     for metric, phase, title, unit in BY_STEP:
         lengths: dict[int, int] = {}
         for run in runs:
-            for round_, length in Steps(run.summary.steps, phase).lengths.items():
+            for round_, length in StepAxis(run.summary.steps, phase).lengths.items():
                 lengths[round_] = max(length, lengths.get(round_, 0))
-        axis = Steps([step for run in runs for step in run.summary.steps], phase, lengths)
+        axis = StepAxis([step for run in runs for step in run.summary.steps], phase, lengths)
         if not axis:
             continue
         lines = []
         for run in runs:
-            steps = Steps(run.summary.steps, phase, lengths)
+            steps = StepAxis(run.summary.steps, phase, lengths)
             line = steps.line(metric, run.name, run.style, run.dash)
-            lines.append(Line(run.name, line.pieces, run.style, run.dash, smooth=True, bare=True))
-        style: Style = "number" if shown(metric).style == "auc" else shown(metric).style
+            lines.append(ChartLine(run.name, line.pieces, run.style, run.dash, smooth=True, bare=True))
+        style: NumberStyle = "number" if metric_display(metric).style == "auc" else metric_display(metric).style
         charts.append(line_chart(title, lines, axis.across(), style, unit=unit, keyed=False))
     return charts
 
 
-def _rounds(runs: Sequence[Named]) -> Section:
+def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
     numbers = sorted({number for run in runs for number in run.summary.rounds})
     if len(numbers) < 2:
-        return Section("rounds", "Rounds", [])
-    x = across_rounds(numbers)
+        return PageSection("rounds", "Rounds", [])
+    x = round_axis(numbers)
     charts = []
     for metric, unit in BY_ROUND:
         lines = [
-            Line(
+            ChartLine(
                 run.name,
                 [[(float(n), m[metric]) for n, m in sorted(run.summary.rounds.items()) if metric in m]],
                 run.style,
@@ -157,10 +168,12 @@ def _rounds(runs: Sequence[Named]) -> Section:
             )
             for run in runs
         ]
-        label = shown(metric).label
-        charts.append(line_chart(label[0].upper() + label[1:], lines, x, shown(metric).style, unit=unit, keyed=False))
+        label = metric_display(metric).label
+        charts.append(
+            line_chart(label[0].upper() + label[1:], lines, x, metric_display(metric).style, unit=unit, keyed=False)
+        )
     body = [chart.legend([run.key for run in runs]), elements.grid(charts)]
-    return Section(
+    return PageSection(
         "rounds", "Rounds", body if any(charts) else [], "At the end of each round, on problems that nobody trained on."
     )
 
@@ -185,13 +198,13 @@ def final_metrics(summary: RunSummary) -> dict[str, float]:
 
 
 def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
-    """The metrics of all runs in the order of `SHOWN`, the others behind; those of the base prover are left out."""
-    order = {name: place for place, name in enumerate(SHOWN)}
+    """The metrics of all runs in the order of METRIC_DISPLAYS, then the others; without those of the base prover."""
+    order = {name: place for place, name in enumerate(METRIC_DISPLAYS)}
     names = dict.fromkeys(name for metrics in finals for name in metrics if not name.startswith("base_"))
     return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
-def _final(runs: Sequence[Named]) -> Section:
+def _final(runs: Sequence[ComparedRun]) -> PageSection:
     """Final metrics side by side, each run's difference to the first one below its value."""
     finals = [final_metrics(run.summary) for run in runs]
     names = final_names(finals)
@@ -201,13 +214,13 @@ def _final(runs: Sequence[Named]) -> Section:
     table = Table(columns)
     for name in names:
         first = finals[0].get(name)
-        cells: list[Cell | str] = [figure(name, first)]
+        cells: list[TableCell | str] = [metric_text(name, first)]
         for metrics in finals[1:]:
-            cells += [figure(name, metrics.get(name)), _difference(name, metrics.get(name), first)]
-        table.add(shown(name).label, *cells)
+            cells += [metric_text(name, metrics.get(name)), _difference(name, metrics.get(name), first)]
+        table.add(metric_display(name).label, *cells)
     last = sorted({max(run.summary.rounds) for run in runs if run.summary.rounds})
     unequal = "" if len(last) < 2 else " The runs ended in different rounds."
-    return Section(
+    return PageSection(
         "final",
         "Final metrics",
         [table],
@@ -215,30 +228,30 @@ def _final(runs: Sequence[Named]) -> Section:
     )
 
 
-def _difference(name: str, value: float | None, first: float | None) -> Cell:
+def _difference(name: str, value: float | None, first: float | None) -> TableCell:
     """The difference to the first run; of rates and times as a percentage of it. Coloured where one way is better."""
     if value is None or first is None:
-        return Cell()
+        return TableCell()
     change = value - first
-    style = shown(name).style
+    style = metric_display(name).style
     if style in ("seconds", "rate") and first:
         text, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
     elif style == "share":
         text, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
     else:
         text, noteworthy = f"{change:+.{3 if style == 'auc' else 2}f}", abs(change) > 0.01
-    better = shown(name).higher_is_better
+    better = metric_display(name).higher_is_better
     verdict = ""
     if better is not None and noteworthy:
         verdict = "better" if (change > 0) == better else "worse"
-    return Cell(text, verdict or "quiet")
+    return TableCell(text, verdict or "quiet")
 
 
-def _time(runs: Sequence[Named]) -> Section:
+def _time(runs: Sequence[ComparedRun]) -> PageSection:
     budgets = [whole_budget(run.summary) for run in runs]
     longest = max((sum(budget.values()) for budget in budgets), default=0.0)
     if not longest:
-        return Section("time", "Time", [])
+        return PageSection("time", "Time", [])
     rows = []
     for run, budget in zip(runs, budgets, strict=True):
         seconds = duration(sum(budget.values()))
@@ -246,31 +259,31 @@ def _time(runs: Sequence[Named]) -> Section:
     parts = in_order(total_budget(budgets))
     table = Table(_columns("part", runs))
     for part in parts:
-        seconds_each = (styled("seconds", budget.get(part.name)) for budget in budgets)
-        table.add(Cell(part.label, key=box_key(part)), *seconds_each)
+        seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
+        table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
     body = [chart.legend([box_key(part) for part in parts]), chart.bar_rows(rows), table]
-    return Section("time", "Time", body, "Exposed seconds by part, over the whole run.")
+    return PageSection("time", "Time", body, "Exposed seconds by part, over the whole run.")
 
 
-def _settings(plains: Sequence[dict[str, object]], runs: Sequence[Named]) -> Section:
+def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) -> PageSection:
     columns = [Column("setting"), *(Column(run.name, key=run.key) for run in runs)]
     table = Table(columns, look="settings")
     for key, values in setting_differences(plains).items():
-        table.add(Cell(key, "code"), *(setting_cell(value) for value in values))
-    return Section(
+        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
+    return PageSection(
         "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
     )
 
 
 def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
     """Key -> the value of every run, as text; only keys in which two runs differ."""
-    flats = [flat(plain) for plain in plains]
+    flats = [flat_settings(plain) for plain in plains]
     keys = sorted({key for found in flats for key in found})
     values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
     return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
-def _notes(runs: Sequence[Named]) -> Section:
+def _notes(runs: Sequence[ComparedRun]) -> PageSection:
     alerts = [(run.name, f"{len(run.summary.alerts)} alerts") for run in runs if run.summary.alerts]
     notes = [(run.name, note) for run in runs for note in run.summary.notes]
-    return Section("remarks", "Remarks", [elements.facts(alerts), elements.notes(notes)])
+    return PageSection("remarks", "Remarks", [elements.facts(alerts), elements.notes(notes)])

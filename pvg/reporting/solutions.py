@@ -51,7 +51,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairing:
+class SolutionPair:
     """What the two roles of one prover wrote to the same problem; either may be absent."""
 
     round: int
@@ -61,14 +61,14 @@ class Pairing:
     sneaky: Example | None
 
 
-def side_by_side(run: RunDirectory, each: int) -> list[Pairing]:
+def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
     """At most `each` problems per round, newest round first: the flaws its verifier believed most, each beside a
     helpful solution of the same problem. Where no sneaky solution is wrong, helpful solutions alone.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
     infos, shards = _committed(run), RolloutShards(run.path)
-    found: list[Pairing] = []
+    found: list[SolutionPair] = []
     for round_ in sorted({info.round for info in infos}, reverse=True):
         # The phases of one round, best first: most often the evaluation's shard is the only one that is read.
         for info in _newest_first([info for info in infos if info.round == round_]):
@@ -81,7 +81,7 @@ def side_by_side(run: RunDirectory, each: int) -> list[Pairing]:
     return found
 
 
-def _pair(rollouts: Sequence[Rollout], each: int) -> list[Pairing]:
+def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
     flaws = [r for r in rollouts if r.is_flaw]
     helpful: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
@@ -93,10 +93,10 @@ def _pair(rollouts: Sequence[Rollout], each: int) -> list[Pairing]:
     for flaw in _distinct(ranked, each):
         partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
         partner = _example(partners[0], "helpful") if partners else None
-        pairings.append(Pairing(flaw.round, flaw.question, flaw.reference, partner, _example(flaw, "sneaky")))
+        pairings.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, _example(flaw, "sneaky")))
     if not pairings:
         alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
-        pairings = [Pairing(r.round, r.question, r.reference, _example(r, "helpful"), None) for r in alone]
+        pairings = [SolutionPair(r.round, r.question, r.reference, _example(r, "helpful"), None) for r in alone]
     return pairings
 
 

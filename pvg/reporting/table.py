@@ -4,8 +4,8 @@
     table.add("fooled rate", "12.5 %")
     console.print(table.to_rich()); page_section.append(table); document.write(table.to_markdown())
 
-A cell is text, or a `Cell` that says how the text looks. A style is one of the names in STYLES. Text is never read as
-markup of any kind. A table without rows is false, and writes nothing on a page.
+A cell is text, or a `TableCell` that says how the text looks. A style is one of the names in STYLES. No renderer reads
+text as markup. A table without rows is false, and writes nothing on a page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from pvg.reporting.html import Key
+    from pvg.reporting.html import LegendKey
 
 QUIET = "bright_black"
 # Name -> the style on the terminal; templates/table.html.j2 and page.css say how each looks on a page.
@@ -63,12 +63,12 @@ class Column:
     on: Where = "everywhere"
     wrap: bool = True
     once: bool = False
-    key: Key | None = None
+    key: LegendKey | None = None
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A cell. `note` follows the text quietly, `below` stands on a line of its own, `hint` appears over the cell on
     pages. `key` is the swatch of a legend before the text, `bar` a share of the cell's width (0 to 1) that is filled
     with the colour of `style`."""
@@ -78,7 +78,7 @@ class Cell:
     note: str = ""
     below: str = ""
     hint: str = ""
-    key: Key | None = None
+    key: LegendKey | None = None
     bar: float | None = None
 
     @property
@@ -86,7 +86,7 @@ class Cell:
         return " ".join(part for part in (self.text, self.note, self.below) if part)
 
 
-Row = Sequence["Cell | str"]
+Row = Sequence["TableCell | str"]
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Table:
     narrow: bool = False
     caption: str = ""
 
-    def add(self, *cells: Cell | str) -> None:
+    def add(self, *cells: TableCell | str) -> None:
         self.rows.append(cells)
 
     def __bool__(self) -> bool:
@@ -110,21 +110,23 @@ class Table:
     def has_numbers(self) -> bool:
         return any(column.align == "right" for column in self.columns)
 
-    def shown(self, where: Literal["pages", "terminal"]) -> Iterator[list[tuple[Column, Cell]]]:
+    def shown(self, where: Literal["pages", "terminal"]) -> Iterator[list[tuple[Column, TableCell]]]:
         """Each row as pairs of column and cell, without the columns that are not shown there."""
-        before: list[Cell] = []
+        before: list[TableCell] = []
         for row in self._cells():
             repeated = [column.once and [cell] == before[place : place + 1] for place, (column, cell) in enumerate(row)]
             before = [cell for _, cell in row]
-            pairs = [(column, Cell() if again else cell) for (column, cell), again in zip(row, repeated, strict=True)]
+            pairs = [
+                (column, TableCell() if again else cell) for (column, cell), again in zip(row, repeated, strict=True)
+            ]
             yield [pair for pair in pairs if pair[0].on in ("everywhere", where)]
 
-    def _cells(self) -> Iterator[list[tuple[Column, Cell]]]:
+    def _cells(self) -> Iterator[list[tuple[Column, TableCell]]]:
         for row in self.rows:
-            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            cells = [cell if isinstance(cell, TableCell) else TableCell(cell) for cell in row]
             yield list(zip(self.columns, cells, strict=True))
 
-    def look_of(self, column: Column, cell: Cell) -> str | None:
+    def look_of(self, column: Column, cell: TableCell) -> str | None:
         """The classes of a cell on a page."""
         style = cell.style or column.style
         found = ["wide-cell"] if cell.bar is not None else []
@@ -163,9 +165,9 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rules, *rows))
 
     def to_html(self) -> Markup:
-        from pvg.reporting.html import Macros
+        from pvg.reporting.html import TemplateMacros
 
-        return Macros("table.html.j2").table(self)
+        return TemplateMacros("table.html.j2").table(self)
 
     def __html__(self) -> str:
         return self.to_html()
@@ -176,7 +178,7 @@ def side_by_side(first: str, names: Sequence[str]) -> list[Column]:
     return [Column(first), *(Column(name, "right") for name in names)]
 
 
-def _rich_cell(cell: Cell) -> Text:
+def _rich_cell(cell: TableCell) -> Text:
     text = Text(style=STYLES.get(cell.style, ""))
     if cell.bar is not None:
         text.append(f"{'━' * round(BAR * cell.bar):<{BAR}}  " if cell.text else "━" * round(BAR * cell.bar))

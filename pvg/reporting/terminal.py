@@ -17,22 +17,22 @@ from rich.text import Text
 
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.formats import (
-    HOME,
-    Style,
+    HOME_PHASES,
+    NumberStyle,
     byte_size,
     duration,
-    figure,
-    peak_words,
+    metric_display,
+    metric_text,
+    peak_memory_texts,
     phase_label,
     short_seconds,
-    shown,
     sparkline,
-    styled,
     trend,
+    value_text,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics, lag, ranges
+from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
 from pvg.reporting.solutions import Example
-from pvg.reporting.table import Cell, Column, Table, side_by_side
+from pvg.reporting.table import Column, Table, TableCell, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
@@ -100,9 +100,9 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
     table = Table([Column("round", "right", short="\nround"), *columns.values()], narrow=True)
     base = base_metrics(rounds)
     if base:
-        table.add("base", *(figure(name, base.get(name)) for name in columns))
+        table.add("base", *(metric_text(name, base.get(name)) for name in columns))
     for number in sorted(rounds):
-        table.add(str(number), *(figure(name, rounds[number].get(name)) for name in columns))
+        table.add(str(number), *(metric_text(name, rounds[number].get(name)) for name in columns))
     return table
 
 
@@ -186,7 +186,7 @@ def report(summary: RunSummary, examples: Sequence[Example]) -> Group:
     if summary.phases:
         parts += section("Phases", phases_table(summary))
     if any(step.phase == PROVER for step in summary.steps):
-        parts += section("Learning, by prover step", Curves(summary))
+        parts += section("Learning, by prover step", LearningCurves(summary))
     if summary.steps:
         parts += section("Metrics, step by step", metrics_table(summary))
     if summary.budget:
@@ -232,9 +232,9 @@ def phases_table(summary: RunSummary) -> Table:
             str(phase.round),
             phase_label(phase.phase),
             str(phase.steps) if phase.steps else "",
-            Cell(duration(phase.seconds)) if phase.finished else Cell("unfinished", "badge warn"),
-            Cell(bar=phase.seconds / longest if phase.seconds and longest > 0 else 0.0),
-            "  ".join(f"{shown(name).label} {figure(name, value)}" for name, value in phase.highlights()),
+            TableCell(duration(phase.seconds)) if phase.finished else TableCell("unfinished", "badge warn"),
+            TableCell(bar=phase.seconds / longest if phase.seconds and longest > 0 else 0.0),
+            "  ".join(f"{metric_display(name).label} {metric_text(name, value)}" for name, value in phase.highlights()),
         )
     return table
 
@@ -244,14 +244,16 @@ def metrics_table(summary: RunSummary) -> Table:
     columns = [Column(), *(Column(title, "right", wrap=False) for title in titles)]
     table = Table([*columns, Column("over the steps", style="verifier", wrap=False)])
     for name in KEY_METRICS:
-        values = summary.series(name, HOME.get(name)) or summary.series(name)
+        values = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         if values:
             ends = (values[0], values[-1], min(values), max(values))
-            table.add(shown(name).label, *(figure(name, value) for value in ends), trend(name, values, 24))
+            table.add(
+                metric_display(name).label, *(metric_text(name, value) for value in ends), trend(name, values, 24)
+            )
     return table
 
 
-class Curves:
+class LearningCurves:
     """What both roles do and what the verifier accepts, over all prover steps: side by side where there is room."""
 
     def __init__(self, summary: RunSummary) -> None:
@@ -274,9 +276,10 @@ class Curves:
                 left.align("left", each)
                 yield Text.assemble(left, "   ", *right, no_wrap=True, overflow="crop")
 
-    def _curves(self, names: Sequence[tuple[str, str]]) -> list[Curve]:
+    def _curves(self, names: Sequence[tuple[str, str]]) -> list[PlotCurve]:
         found = [
-            Curve(shown(name).label, [step.metrics.get(name) for step in self.steps], style) for name, style in names
+            PlotCurve(metric_display(name).label, [step.metrics.get(name) for step in self.steps], style)
+            for name, style in names
         ]
         return [curve for curve in found if any(value is not None for value in curve.values)]
 
@@ -301,7 +304,7 @@ def machine_table(summary: RunSummary) -> RichTable | None:
     table.add_column(style=QUIET, no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style=VERIFIER, no_wrap=True)
-    device = ranges(summary.device)
+    device = reading_ranges(summary.device)
     if device:
         facts = [
             ("processors", "cpu", "mean", percent_short),
@@ -313,8 +316,10 @@ def machine_table(summary: RunSummary) -> RichTable | None:
         curve = [reading.metrics["cpu"] for reading in summary.device if "cpu" in reading.metrics]
         table.add_row("device", ", ".join(found), sparkline(curve, MACHINE_BARS, 0.1))
     if summary.peak_memory:
-        table.add_row("memory", ", ".join(f"{what} {size}" for what, size in peak_words(summary.peak_memory)), "")
-    lags = lag(summary.loop)
+        table.add_row(
+            "memory", ", ".join(f"{what} {size}" for what, size in peak_memory_texts(summary.peak_memory)), ""
+        )
+    lags = lag_summary(summary.loop)
     if "worst_max_s" in lags:
         found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]
         curve = [reading.metrics["lag_max_s"] for reading in summary.loop if "lag_max_s" in reading.metrics]
@@ -396,7 +401,7 @@ def several(
     if metrics:
         table = Table(side_by_side("metric", names))
         for name in metrics:
-            table.add(shown(name).label, *(figure(name, final.get(name)) for final in finals))
+            table.add(metric_display(name).label, *(metric_text(name, final.get(name)) for final in finals))
         parts += section("After the last finished round", table)
     table = Table(side_by_side("setting", names))
     for key, values in settings.items():
@@ -413,7 +418,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class PlotCurve:
     """Values by step (None: not measured), drawn in `colour`."""
 
     label: str
@@ -421,7 +426,7 @@ class Curve:
     colour: str
 
 
-def plot(curves: Sequence[Curve], breaks: Sequence[int], style: Style, width: int) -> list[Text]:
+def plot(curves: Sequence[PlotCurve], breaks: Sequence[int], style: NumberStyle, width: int) -> list[Text]:
     """Lines of text `width` cells wide: the curves' names, the plot, and an axis with a mark where a round begins.
 
     Shares are drawn from 0 to 1, all else over the range of the values. `breaks` are the steps at which a round after
@@ -433,7 +438,7 @@ def plot(curves: Sequence[Curve], breaks: Sequence[int], style: Style, width: in
     low, high = (0.0, 1.0) if style == "share" else (min(values), max(values))
     if high <= low:
         high = low + 1.0
-    marks = [styled(style, high), styled(style, low)]
+    marks = [value_text(style, high), value_text(style, low)]
     margin = max(len(mark) for mark in marks) + 1
     columns = max(4, width - margin - 1)
     count = max(len(curve.values) for curve in curves)
@@ -452,7 +457,9 @@ def plot(curves: Sequence[Curve], breaks: Sequence[int], style: Style, width: in
     return lines
 
 
-def _cells(curves: Sequence[Curve], count: int, columns: int, low: float, high: float) -> list[list[tuple[int, str]]]:
+def _cells(
+    curves: Sequence[PlotCurve], count: int, columns: int, low: float, high: float
+) -> list[list[tuple[int, str]]]:
     """By row and column the dots of a cell and its colour; where curves meet, the last one's."""
     cells = [[(0, "")] * columns for _ in range(ROWS)]
     wide, tall = 2 * columns, 4 * ROWS

@@ -11,23 +11,23 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
-from pvg.reporting.axes import PROVER, SPAN, VERIFIER, Steps, nice_axis
-from pvg.reporting.budget_parts import MEANING, Part, by_family, in_order
+from pvg.reporting.axes import PROVER, SPAN, VERIFIER, StepAxis, nice_axis
+from pvg.reporting.budget_parts import MEANING, BudgetPart, by_family, in_order
 from pvg.reporting.charts import Label, stacked_chart, stacked_row
-from pvg.reporting.formats import duration, percent, phase_label, styled, total_budget
-from pvg.reporting.html import Key, Section, chart, elements, number
+from pvg.reporting.formats import duration, percent, phase_label, total_budget, value_text
+from pvg.reporting.html import LegendKey, PageSection, chart, elements, number
 from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
-from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.table import Column, Table, TableCell
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
 NOTEWORTHY = 2e-3  # of the time: less overlap than this needs no columns
 MOST_PHASES = 24  # rows of the chart by phase; of longer games the rounds' phases are summed
 
 
-def time_section(summary: RunSummary) -> Section:
+def time_section(summary: RunSummary) -> PageSection:
     budget = whole_budget(summary)
     if not budget:
-        return Section("time", "Time", [])
+        return PageSection("time", "Time", [])
     body = [
         stacked_row(budget, sum(budget.values()), "The whole time by part"),
         _families(budget),
@@ -36,7 +36,7 @@ def time_section(summary: RunSummary) -> Section:
         _phases(summary),
         *_step_charts(summary),
     ]
-    return Section("time", "Time", body, _lead(summary, budget))
+    return PageSection("time", "Time", body, _lead(summary, budget))
 
 
 def whole_budget(summary: RunSummary) -> dict[str, float]:
@@ -65,15 +65,15 @@ def _families(budget: dict[str, float]) -> Markup:
     total = sum(budget.values())
     return chart.legend(
         [
-            Key(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
+            LegendKey(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
             for family, seconds in by_family(budget).items()
         ]
     )
 
 
-def box_key(part: Part) -> Key:
+def box_key(part: BudgetPart) -> LegendKey:
     """A part of a budget in a legend."""
-    return Key(part.label, part.style, shape="box")
+    return LegendKey(part.label, part.style, shape="box")
 
 
 def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
@@ -88,16 +88,16 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
     titles = ["", "exposed", "share", "busy", "hidden"] if hidden > NOTEWORTHY * total else ["", "exposed", "share"]
     table = Table([Column("part"), *(Column(title, "right") for title in titles)], look="parts")
 
-    def add(first: Cell, bar: Cell, exposed: float, covered: float) -> None:
-        numbers = [styled("seconds", exposed), percent(exposed / total), styled("seconds", exposed + covered)]
-        last = styled("seconds", covered) if covered > 1e-4 * total else ""
+    def add(first: TableCell, bar: TableCell, exposed: float, covered: float) -> None:
+        numbers = [value_text("seconds", exposed), percent(exposed / total), value_text("seconds", exposed + covered)]
+        last = value_text("seconds", covered) if covered > 1e-4 * total else ""
         table.add(first, bar, *[*numbers, last][: len(titles) - 1])
 
     for part in in_order({**budget, **busy}):
         exposed = budget.get(part.name, 0.0)
-        bar = Cell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
-        add(Cell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
-    add(Cell("all"), Cell(), total, hidden)
+        bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
+        add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
+    add(TableCell("all"), TableCell(), total, hidden)
     if len(titles) > 3:
         table.caption = "Exposed: the run waited for it. Hidden: it ran while the run did something else; busy is both."
     return table
@@ -130,13 +130,13 @@ def _step_charts(summary: RunSummary) -> list[Markup]:
     """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
     charts = []
     for phase, title in ((PROVER, "One prover step after the other"), (VERIFIER, "One verifier step after the other")):
-        steps = Steps(summary.steps, phase)
+        steps = StepAxis(summary.steps, phase)
         if steps:
             charts.append(stacked_chart(title, steps.columns(), steps.across(), unit="exposed seconds per step"))
     return charts
 
 
-def overlap_section(windows: list[Window], damaged: int, *, has_steps: bool) -> Section:
+def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool) -> PageSection:
     """The Gantt charts."""
     body = [gantt(window) for window in windows]
     if not windows and has_steps:
@@ -146,7 +146,7 @@ def overlap_section(windows: list[Window], damaged: int, *, has_steps: bool) -> 
     lead = (
         "A few steps from the middle of each phase, as they ran. Spans nest downwards; each lane is one task or thread."
     )
-    return Section("gantt", "Steps as they ran", body, lead)
+    return PageSection("gantt", "Steps as they ran", body, lead)
 
 
 # A few steps of a run as they ran: the spans of a window of steps, laid out in lanes.
@@ -166,7 +166,7 @@ Place = tuple[int, str]  # round and phase
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenSteps:
     """Steps to show: neighbours in the middle of a phase."""
 
     round: int
@@ -175,7 +175,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Block:
+class SpanBlock:
     """One span in its lane, or `count` short neighbours of one name. Seconds since the window began; `worked_s` is
     the spans' own sum."""
 
@@ -188,26 +188,26 @@ class Block:
 
 
 @dataclass(slots=True)
-class Lane:
+class SpanLane:
     """What ran on one track; nested and concurrent spans lie in rows below each other."""
 
     track: str
     rows: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[SpanBlock] = field(default_factory=list)
     left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """The spans of a choice. `starts` says when each step's first span began, in seconds since the window began."""
 
-    choice: Choice
+    choice: ChosenSteps
     seconds: float
     starts: tuple[tuple[int, float], ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[SpanLane, ...]
 
 
-def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> list[Choice]:
+def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> list[ChosenSteps]:
     """For every kind of phase `count` neighbouring steps from the middle of the middle one of its rounds."""
     played: dict[str, dict[int, list[int]]] = {}
     for step in steps:
@@ -219,11 +219,11 @@ def choose_windows(steps: Sequence[StepRecord], count: int = STEPS_SHOWN) -> lis
         round_ = full[len(full) // 2]
         numbers = rounds[round_]
         first = max(0, (len(numbers) - count) // 2)
-        choices.append(Choice(round_, phase, tuple(numbers[first : first + count])))
+        choices.append(ChosenSteps(round_, phase, tuple(numbers[first : first + count])))
     return choices
 
 
-def read_windows(path: Path, choices: Sequence[Choice]) -> tuple[list[Window], int]:
+def read_windows(path: Path, choices: Sequence[ChosenSteps]) -> tuple[list[StepWindow], int]:
     """The windows of which the file holds spans, in the order of `choices`; and how many lines could not be read."""
     wanted = {(choice.round, choice.phase, step): choice for choice in choices for step in choice.steps}
     kept: dict[Place, list[dict[str, Any]]] = {}
@@ -268,7 +268,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _window(choice: Choice, rows: list[dict[str, Any]]) -> Window:
+def _window(choice: ChosenSteps, rows: list[dict[str, Any]]) -> StepWindow:
     # What began long before (a checkpoint written beside the steps) is cut off where the steps' own work begins.
     driver = [row for row in rows if row.get("track", DRIVER) == DRIVER] or rows
     begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
@@ -282,14 +282,14 @@ def _window(choice: Choice, rows: list[dict[str, Any]]) -> Window:
         tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
     order = sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track))
     lanes = tuple(_lane(track, tracks[track], begin, seconds) for track in order)
-    return Window(choice, seconds, tuple(sorted(starts.items(), key=lambda pair: pair[1])), lanes)
+    return StepWindow(choice, seconds, tuple(sorted(starts.items(), key=lambda pair: pair[1])), lanes)
 
 
-def _lane(track: str, rows: Iterable[dict[str, Any]], begin: float, seconds: float) -> Lane:
+def _lane(track: str, rows: Iterable[dict[str, Any]], begin: float, seconds: float) -> SpanLane:
     """Each span in the first row that is free: what is nested, or runs beside another, lies below it."""
-    lane = Lane(track)
+    lane = SpanLane(track)
     free: list[float] = []  # when each row's last span ends
-    last: dict[int, Block] = {}
+    last: dict[int, SpanBlock] = {}
     for row in sorted(rows, key=lambda row: (row["start_s"], -row["end_s"])):
         start, end = max(0.0, row["start_s"] - begin), min(seconds, row["end_s"] - begin)
         if end <= start and row["end_s"] > row["start_s"]:
@@ -305,13 +305,13 @@ def _lane(track: str, rows: Iterable[dict[str, Any]], begin: float, seconds: flo
         if before is not None and _one_of_many(before, str(row["name"]), start, end, seconds):
             before.end_s, before.count, before.worked_s = end, before.count + 1, before.worked_s + end - start
         else:
-            last[place] = Block(str(row["name"]), place, start, end, end - start)
+            last[place] = SpanBlock(str(row["name"]), place, start, end, end - start)
             lane.blocks.append(last[place])
     lane.rows = len(free)
     return lane
 
 
-def _one_of_many(before: Block, name: str, start: float, end: float, seconds: float) -> bool:
+def _one_of_many(before: SpanBlock, name: str, start: float, end: float, seconds: float) -> bool:
     short = before.worked_s / before.count < SHORT * seconds and end - start < SHORT * seconds
     return before.name == name and short and start - before.end_s < CLOSE * seconds
 
@@ -322,7 +322,7 @@ ROW = 20  # pixels of one row of a lane
 LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
 
 
-def gantt(window: Window) -> Markup:
+def gantt(window: StepWindow) -> Markup:
     """The lanes of a window over one time axis; the beginnings of its steps are marked."""
     parts = {part.name: part for part in in_order({block.name for lane in window.lanes for block in lane.blocks})}
     starts = [(step, at / window.seconds) for step, at in window.starts]
@@ -345,7 +345,7 @@ def gantt(window: Window) -> Markup:
     return chart.figure(
         f"{phase_label(chosen.phase).capitalize()}, round {chosen.round}",
         body,
-        unit=f"{_steps(chosen.steps)}, {styled('seconds', window.seconds)}",
+        unit=f"{_steps(chosen.steps)}, {value_text('seconds', window.seconds)}",
         keys=[box_key(part) for part in parts.values()],
         note=f"{missing} spans that ran beside many others are not drawn." if missing else "",
         look="wide gantt",
@@ -357,7 +357,7 @@ def _steps(steps: tuple[int, ...]) -> str:
 
 
 def _drawn_lane(
-    lane: Lane, seconds: float, parts: dict[str, Part], marks: list[Markup]
+    lane: SpanLane, seconds: float, parts: dict[str, BudgetPart], marks: list[Markup]
 ) -> tuple[str, Markup, list[Label], int]:
     """A lane's name, drawing, texts, and height in pixels."""
     height = SPAN / max(1, lane.rows)
@@ -383,6 +383,6 @@ def _drawn_lane(
     return lane.track, drawing, texts, ROW * max(1, lane.rows)
 
 
-def _said_of(block: Block) -> str:
+def _said_of(block: SpanBlock) -> str:
     many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
     return f"{many}{block.name.replace('_', ' ')}: {block.worked_s * 1e3:.4g} ms{together}"

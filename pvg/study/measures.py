@@ -21,7 +21,7 @@ import orjson
 from pvg.config.experiment import nearest
 from pvg.errors import ConfigurationError
 from pvg.records import BASE_SOURCE, source_of_round
-from pvg.reporting.formats import Style, shown
+from pvg.reporting.formats import NumberStyle, metric_display
 from pvg.reporting.run_summary import RunSummary, read_run
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
@@ -90,7 +90,7 @@ class StudyMeasure:
 
     name: str
     label: str
-    style: Style
+    style: NumberStyle
     higher_is_better: bool | None
     meaning: str
     read: Read
@@ -238,7 +238,7 @@ def _value(number: Any) -> MeasuredValue | None:
 
 
 def _round_metric(name: str, better: str, meaning: str) -> StudyMeasure:
-    look = shown(name)
+    look = metric_display(name)
     higher = (
         look.higher_is_better if look.higher_is_better is not None else {"higher": True, "lower": False}.get(better)
     )
@@ -292,7 +292,7 @@ def _table() -> dict[str, StudyMeasure]:
 
 def _evaluated() -> list[StudyMeasure]:
     """Of `pvg evaluate`: one line each, with the path in a round of its document."""
-    rows: list[tuple[str, str, Style, bool | None, str, str, str]] = [
+    rows: list[tuple[str, str, NumberStyle, bool | None, str, str, str]] = [
         ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
          "detection", "detection.completeness.value"),
         ("soundness", "soundness", "share", True, "Own flaws that the round's verifier refuses.",
@@ -374,7 +374,7 @@ def _best_of_n() -> list[StudyMeasure]:
         StudyMeasure(
             name,
             label,
-            cast(Style, style),
+            cast(NumberStyle, style),
             higher,
             meaning,
             of_evaluation(f"best_of_n[source={{own}}].{path}"),

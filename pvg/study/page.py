@@ -9,12 +9,12 @@ from typing import cast
 
 from markupsafe import Markup
 
-from pvg.reporting.axes import Line, across_rounds
-from pvg.reporting.charts import Reference, dot_strips, line_chart
-from pvg.reporting.formats import ABSENT, Style, duration
-from pvg.reporting.html import Key, Section, chart, elements, page
+from pvg.reporting.axes import ChartLine, round_axis
+from pvg.reporting.charts import ReferenceLine, dot_strips, line_chart
+from pvg.reporting.formats import ABSENT, NumberStyle, duration
+from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
 from pvg.reporting.several_page import COLOURS, DASHES
-from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.table import Column, Table, TableCell
 from pvg.study.results import CellRecord, MeasureRecord, MeasureResult, StudyResults
 from pvg.study.text import (
     cautions,
@@ -50,10 +50,10 @@ def study_page(results: StudyResults) -> str:
     return page(f"{results.name}: pvg study", header, sections)
 
 
-def _keys(results: StudyResults) -> dict[str, Key]:
+def _keys(results: StudyResults) -> dict[str, LegendKey]:
     """Every arm's colour and dash on this page."""
     return {
-        arm.name: Key(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
+        arm.name: LegendKey(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
         for place, arm in enumerate(results.arms)
     }
 
@@ -75,73 +75,75 @@ def _facts(results: StudyResults) -> Markup:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
-def _means(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _means(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     """Arms down, measures across: each mean over its interval."""
     measures = [Column(measure.label, "right", hint=measure.meaning) for measure in results.measures]
     table = Table([Column("arm"), *measures])
     for arm in results.arms:
         means = (_mean(measure, results, arm.name) for measure in results.measures)
-        table.add(Cell(arm.name, key=keys[arm.name]), *means)
+        table.add(TableCell(arm.name, key=keys[arm.name]), *means)
     lead = (
         "After the last round: the mean over seeds; below it its 95 % interval (Student's t), of two seeds (the range)."
     )
-    return Section("table", "Results", [table], lead)
+    return PageSection("table", "Results", [table], lead)
 
 
-def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> Cell:
+def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> TableCell:
     found = results.result(arm, measure.name).summary
     below = spread_text(measure, found)
     if found.n > 1 and found.low is None and not found.censored:
         below = f"({range_text(measure, found)})"
     of = "" if found.n == len(results.seeds) else f"({found.n} of {len(results.seeds)})"
     hint = f"range {range_text(measure, found)}"
-    return Cell(middle_text(measure, found), "strong", note=of, below=below, hint=hint)
+    return TableCell(middle_text(measure, found), "strong", note=of, below=below, hint=hint)
 
 
-def _comparisons(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         f"Each arm less {results.reference}, seed by seed. p: the share of all ways to exchange the two within seeds "
         "that lie as far apart (exact); Holm's is adjusted over all comparisons of this table."
     )
-    return Section("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
+    return PageSection("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
 
 
-def _trends(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _trends(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     lead = (
         "Does it rise or fall with the rounds? Kendall's tau is 1 where every round is above the ones before it, −1 "
         "where every one is below; its mean over seeds, and p against no trend with seeds as the units."
     )
-    return Section("trends", "Over the rounds", [trends_table(results, keys)], lead)
+    return PageSection("trends", "Over the rounds", [trends_table(results, keys)], lead)
 
 
 # --- charts ------------------------------------------------------------------------------------------------------
 
 
-def _curves(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _curves(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     charts = [_curve(measure, results, keys) for measure in results.measures if measure.by_round]
     if not any(charts):
-        return Section("curves", "Curves", [])
+        return PageSection("curves", "Curves", [])
     body = [chart.legend(list(keys.values())), elements.grid(charts)]
     lead = (
         "The mean over seeds after each round; the band is its 95 % interval, or with fewer than three seeds the range."
     )
-    return Section("curves", "Curves", body, lead)
+    return PageSection("curves", "Curves", body, lead)
 
 
-def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Key]) -> Markup:
+def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, LegendKey]) -> Markup:
     found = [results.result(arm.name, measure.name) for arm in results.arms]
     last = max((len(result.rounds) for result in found), default=0) - 1
     if last < 1:
         return Markup()
-    across = across_rounds(range(last + 1), margin=0.15)
+    across = round_axis(range(last + 1), margin=0.15)
     limit = _limit(found)
     lines = [_line(result, keys[result.arm], limit) for result in found]
     title = measure.label[0].upper() + measure.label[1:]
     if limit is None:
-        return line_chart(title, lines, across, cast(Style, measure.style), keyed=False)
+        return line_chart(title, lines, across, cast(NumberStyle, measure.style), keyed=False)
     note = "Medians, where a seed's was not found. At the limit: nor was the median."
-    references = [Reference(limit, "limit")]
-    return line_chart(title, lines, across, cast(Style, measure.style), keyed=False, references=references, note=note)
+    references = [ReferenceLine(limit, "limit")]
+    return line_chart(
+        title, lines, across, cast(NumberStyle, measure.style), keyed=False, references=references, note=note
+    )
 
 
 def _limit(results: Sequence[MeasureResult]) -> float | None:
@@ -150,7 +152,7 @@ def _limit(results: Sequence[MeasureResult]) -> float | None:
     return max((value.number for value in values if value is not None and value.censored), default=None)
 
 
-def _line(result: MeasureResult, key: Key, limit: float | None) -> Line:
+def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:
     """Rounds with censored values have a median, which may not be found either; there the line has no band."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):
@@ -163,10 +165,10 @@ def _line(result: MeasureResult, key: Key, limit: float | None) -> Line:
         low, high = (found.low, found.high) if found.low is not None else (found.minimum, found.maximum)
         if low is not None and high is not None and not found.censored:
             spread.append((float(place), low, high))
-    return Line(key.label, [points], key.style, key.dash, dots=True, spread=spread)
+    return ChartLine(key.label, [points], key.style, key.dash, dots=True, spread=spread)
 
 
-def _seeds(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _seeds(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     """Every seed as a dot: what a mean hides."""
     charts = []
     for measure in results.measures:
@@ -178,37 +180,44 @@ def _seeds(results: StudyResults, keys: dict[str, Key]) -> Section:
                 rows.append((arm.name, known, keys[arm.name].style))
         if rows:
             note = f"{hidden} values were not found within their limit and have no dot." if hidden else ""
-            charts.append(dot_strips(measure.label, rows, cast(Style, measure.style), unit="a dot per seed", note=note))
-    return Section("seeds", "Seeds", charts, "Each seed after its last round; the mark is the median.")
+            charts.append(
+                dot_strips(measure.label, rows, cast(NumberStyle, measure.style), unit="a dot per seed", note=note)
+            )
+    return PageSection("seeds", "Seeds", charts, "Each seed after its last round; the mark is the median.")
 
 
 # --- what made it ------------------------------------------------------------------------------------------------
 
 
-def _arms(results: StudyResults, keys: dict[str, Key]) -> Section:
+def _arms(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
     titles = ("arm", "experiment", "optimizer steps", "settings")
     table = Table([Column(title) for title in titles], look="settings")
     for arm in results.arms:
         settings = ", ".join(f"{key} = {value}" for key, value in arm.settings.items())
-        last = Cell(settings, "code") if settings else Cell(ABSENT)
-        table.add(Cell(arm.name, key=keys[arm.name]), arm.experiment, f"{arm.steps:,}", last)
-    return Section("arms", "Arms", [table])
+        last = TableCell(settings, "code") if settings else TableCell(ABSENT)
+        table.add(TableCell(arm.name, key=keys[arm.name]), arm.experiment, f"{arm.steps:,}", last)
+    return PageSection("arms", "Arms", [table])
 
 
-def _games(results: StudyResults) -> Section:
+def _games(results: StudyResults) -> PageSection:
     table = Table([Column(title) for title in ("game", "", "time in phases", "run")], look="runs")
     for cell in results.cells:
         status = "failed" if cell.reason else cell.status
-        table.add(_game(cell), Cell(status, f"badge {STATUS[status]}"), duration(cell.seconds), Cell(cell.run, "code"))
+        table.add(
+            _game(cell),
+            TableCell(status, f"badge {STATUS[status]}"),
+            duration(cell.seconds),
+            TableCell(cell.run, "code"),
+        )
     failed = elements.notes([(_game(cell), cell.reason) for cell in results.failed])
-    return Section("games", "Games", [failed, elements.details("All games", [table])])
+    return PageSection("games", "Games", [failed, elements.details("All games", [table])])
 
 
 def _game(cell: CellRecord) -> str:
     return f"{cell.arm}, seed {cell.seed}"
 
 
-def _made_by(results: StudyResults) -> Section:
+def _made_by(results: StudyResults) -> PageSection:
     versions = sorted({cell.code_version for cell in results.cells if cell.code_version})
     machines = sorted({cell.machine for cell in results.cells if cell.machine})
     done: Sequence[CellRecord] = [cell for cell in results.cells if cell.status == "complete"]
@@ -223,4 +232,4 @@ def _made_by(results: StudyResults) -> Section:
         else None,
         elements.toml(results.toml),
     ]
-    return Section("made", "What made it", body)
+    return PageSection("made", "What made it", body)

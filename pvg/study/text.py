@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from pvg.reporting.formats import ABSENT, Style, styled
-from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.formats import ABSENT, NumberStyle, value_text
+from pvg.reporting.table import Column, Table, TableCell
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
 from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
 
 if TYPE_CHECKING:
-    from pvg.reporting.html import Key
+    from pvg.reporting.html import LegendKey
 
 
-def value_text(measure: MeasureRecord, value: float | None) -> str:
-    return styled(cast(Style, measure.style), value)
+def measure_text(measure: MeasureRecord, value: float | None) -> str:
+    return value_text(cast(NumberStyle, measure.style), value)
 
 
 def change_text(measure: MeasureRecord, value: float | None) -> str:
@@ -28,14 +28,14 @@ def change_text(measure: MeasureRecord, value: float | None) -> str:
         return f"{100 * value + 0.0:+.1f} pp"
     if measure.style in ("auc", "score", "number"):
         return f"{value + 0.0:+.{3 if measure.style == 'auc' else 2}f}"
-    return f"{'+' if value >= 0 else '-'}{value_text(measure, abs(value))}"
+    return f"{'+' if value >= 0 else '-'}{measure_text(measure, abs(value))}"
 
 
 def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     """The mean; with censored values the median, which may lie among them."""
     if not summary.censored:
-        return value_text(measure, summary.mean)
-    return f"median {value_text(measure, summary.median)}" if summary.median is not None else "median not found"
+        return measure_text(measure, summary.mean)
+    return f"median {measure_text(measure, summary.median)}" if summary.median is not None else "median not found"
 
 
 def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
@@ -45,15 +45,15 @@ def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     if summary.censored:
         return f"{100 * summary.censored:.0f} % not found"
     if summary.low is not None and summary.high is not None:
-        return _from_to(value_text(measure, summary.low), value_text(measure, summary.high))
+        return _from_to(measure_text(measure, summary.low), measure_text(measure, summary.high))
     return ABSENT
 
 
 def range_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     if summary.n == 0:
         return ABSENT
-    low = "not found" if summary.minimum is None else value_text(measure, summary.minimum)
-    high = "not found" if summary.maximum is None else value_text(measure, summary.maximum)
+    low = "not found" if summary.minimum is None else measure_text(measure, summary.minimum)
+    high = "not found" if summary.maximum is None else measure_text(measure, summary.maximum)
     return low if low == high else _from_to(low, high)
 
 
@@ -270,19 +270,19 @@ def rounds_table(results: StudyResults) -> Table:
     return table
 
 
-def comparisons_table(results: StudyResults, keys: Mapping[str, Key] | None = None) -> Table:
+def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
     """Each arm less the reference. `keys`: the arms' swatches on a page."""
     titles = ("difference", "95 % interval", "seeds", "p")
     adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
     table = Table([Column("measure", once=True), Column("arm"), *(Column(t, "right") for t in titles), adjusted])
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
-        measure, arm = measures[found.measure], Cell(found.arm, key=(keys or {}).get(found.arm))
+        measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
         table.add(measure.label, arm, *comparison_cells(measure, found.comparison))
     return table
 
 
-def trends_table(results: StudyResults, keys: Mapping[str, Key] | None = None) -> Table:
+def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
     """The last round less the first. `keys`: the arms' swatches on a page."""
     titles = ("last - first", "95 % interval", "seeds", "tau", "p")
     hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
@@ -292,7 +292,7 @@ def trends_table(results: StudyResults, keys: Mapping[str, Key] | None = None) -
         for arm in results.arms:
             found = results.result(arm.name, measure.name).trend
             if found is not None and found.n:
-                name = Cell(arm.name, key=(keys or {}).get(arm.name))
+                name = TableCell(arm.name, key=(keys or {}).get(arm.name))
                 table.add(measure.label, name, *trend_cells(measure, found))
     return table
 

@@ -8,8 +8,8 @@ import pytest
 from page_checks import Page
 from rich.console import Console
 
-from pvg.reporting.html import ENVIRONMENT, Key
-from pvg.reporting.table import Cell, Column, Table
+from pvg.reporting.html import TEMPLATES, LegendKey
+from pvg.reporting.table import Column, Table, TableCell
 
 NASTY = "</td><script>alert(1)</script> [red]x[/red] a|b \x00\u202e"
 TAGS = {"div", "table", "thead", "tbody", "tr", "th", "p", "span", "svg", "path", "strong", "code", "br"}
@@ -31,8 +31,14 @@ def measures() -> Table:
             Column("trend", on="terminal"),
         ]
     )
-    table.add("fooled rate", Cell("src", key=Key("src", "run-0")), Cell("12.5 %", "better", note="of 3"), "3", "up")
-    table.add("fooled rate", "cgc", Cell("8 %", below="4 to 12 %"), "3", "down")
+    table.add(
+        "fooled rate",
+        TableCell("src", key=LegendKey("src", "run-0")),
+        TableCell("12.5 %", "better", note="of 3"),
+        "3",
+        "up",
+    )
+    table.add("fooled rate", "cgc", TableCell("8 %", below="4 to 12 %"), "3", "down")
     return table
 
 
@@ -74,8 +80,8 @@ def test_a_table_without_rows_writes_nothing() -> None:
 
 @pytest.mark.parametrize("style", ["", "code", "strong", "badge bad", "quiet", "helpful"])
 def test_no_text_breaks_out_of_its_cell(style: str) -> None:
-    table = Table([Column(NASTY, hint=NASTY, key=Key(NASTY, "run-0"))], caption=NASTY, look="runs")
-    table.add(Cell(NASTY, style, note=NASTY, below=NASTY, hint=NASTY))
+    table = Table([Column(NASTY, hint=NASTY, key=LegendKey(NASTY, "run-0"))], caption=NASTY, look="runs")
+    table.add(TableCell(NASTY, style, note=NASTY, below=NASTY, hint=NASTY))
     page = Page(table.to_html())
     assert page.wrong == []
     assert {name for name, _ in page.tags} <= TAGS
@@ -86,12 +92,12 @@ def test_no_text_breaks_out_of_its_cell(style: str) -> None:
 
 
 def test_no_template_turns_escaping_off() -> None:
-    assert ENVIRONMENT.autoescape is True
-    assert ENVIRONMENT.loader is not None
-    names = [name for name in ENVIRONMENT.list_templates() if name.endswith(".j2")]
+    assert TEMPLATES.autoescape is True
+    assert TEMPLATES.loader is not None
+    names = [name for name in TEMPLATES.list_templates() if name.endswith(".j2")]
     assert len(names) >= 5
     for name in names:
-        source = ENVIRONMENT.loader.get_source(ENVIRONMENT, name)[0]
+        source = TEMPLATES.loader.get_source(TEMPLATES, name)[0]
         assert "autoescape" not in source
         assert "|safe" not in source.replace(" ", "")
-        ENVIRONMENT.get_template(name)
+        TEMPLATES.get_template(name)

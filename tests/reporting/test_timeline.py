@@ -12,9 +12,9 @@ from run_samples import begin, step, telemetered, tell
 
 from pvg.reporting import time_sections
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.time_sections import Choice, choose_windows, gantt, read_windows
+from pvg.reporting.time_sections import ChosenSteps, choose_windows, gantt, read_windows
 
-CHOICE = Choice(0, "train_prover", (1,))
+CHOICE = ChosenSteps(0, "train_prover", (1,))
 
 
 def write(path: Path, *spans: tuple[str, float, float, str]) -> Path:
@@ -30,8 +30,8 @@ def test_the_middle_of_the_middle_round_is_chosen(tmp_path: Path) -> None:
         tell(run, *(step("train_prover", number, round_=round_) for number in range(1, 12)))
         tell(run, step("checkpoint", 64, round_=round_))
     assert choose_windows(read_run(run).steps) == [
-        Choice(1, "train_prover", (5, 6, 7)),
-        Choice(1, "checkpoint", (64,)),
+        ChosenSteps(1, "train_prover", (5, 6, 7)),
+        ChosenSteps(1, "checkpoint", (64,)),
     ]
 
 
@@ -94,7 +94,7 @@ def test_the_spans_of_other_steps_are_not_kept(tmp_path: Path, monkeypatch: pyte
     parsed = []
     original = time_sections._row
     monkeypatch.setattr(time_sections, "_row", lambda line: parsed.append(line) or original(line))
-    ((window,), _) = read_windows(path, [Choice(0, "train_prover", (11, 12))])
+    ((window,), _) = read_windows(path, [ChosenSteps(0, "train_prover", (11, 12))])
     assert len(parsed) == 2
     assert window.seconds == pytest.approx(1.5)
 

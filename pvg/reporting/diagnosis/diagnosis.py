@@ -11,24 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.config.sections import Telemetry
 from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, LagLimits, milliseconds, percent
-from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, Related, Tally, read_logs
+from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, LoadCorrelation, LogTally, read_logs
 from pvg.reporting.formats import duration
+from pvg.reporting.table import Column, Table
 from pvg.reporting.terminal import HEADING, QUIET
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (sketches.RELATIVE_ERROR)."""
+class TimingSummary:
+    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (tally.RELATIVE_ERROR)."""
 
     n: int
     p50: float
@@ -47,10 +47,10 @@ class Diagnosis:
     seconds: float
     findings: tuple[Finding, ...]
     not_seen: dict[str, str]
-    timings: dict[str, Timing]
-    load: dict[str, Related]
+    timings: dict[str, TimingSummary]
+    load: dict[str, LoadCorrelation]
     phases: dict[str, dict[str, float]]
-    tally: Tally
+    tally: LogTally
     notes: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def diagnose(sources: Sequence[str | Path], telemetry: Telemetry | None = None) 
     )
 
 
-def _timing(tally: Tally, name: str) -> Timing:
+def _timing(tally: LogTally, name: str) -> TimingSummary:
     sketch = tally.sketch(name)
     quantiles = {label: sketch.quantile(share) for label, share in QUANTILES.items()}
-    return Timing(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
+    return TimingSummary(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
 
 
-def _notes(tally: Tally) -> list[str]:
+def _notes(tally: LogTally) -> list[str]:
     """What a reader should know about the log itself."""
     lines, halves, offset = tally.lines, tally.pairing.halves, tally.pairing.offset
     notes = []
@@ -199,7 +199,7 @@ def _finding(number: int, finding: Finding) -> Group:
     lost = duration(finding.cost_s)
     cost = f"{percent(finding.share)} of the time, {lost}" if finding.share is not None else lost
     head = Text.assemble((f"{number}  {finding.signature}", "bold yellow"), (f"   {cost}", HEADING))
-    body = Table.grid(padding=(0, 2))
+    body = RichTable.grid(padding=(0, 2))
     body.add_column(style=QUIET, no_wrap=True)
     body.add_column(overflow="fold")
     body.add_row("seen", Text(finding.says))
@@ -220,43 +220,36 @@ def _figure(value: float, finding: Finding) -> str:
 
 
 def _timings_table(found: Diagnosis) -> Table:
-    table = _table(("n", "p50", "p95", "p99", "max", "in all"))
+    table = _table("n", "p50", "p95", "p99", "max", "in all")
     for name, label in TIMINGS.items():
         if timing := found.timings.get(name):
             values = (timing.p50, timing.p95, timing.p99, timing.max)
             in_all = duration(timing.total / 1e3) if timing.total > LONG_MS else milliseconds(timing.total)
             in_all = "" if name.startswith("lag.") else in_all  # percentiles of windows have no sum
-            table.add_row(label, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
+            table.add(label, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
     if not all(timing.exact for timing in found.timings.values()):
         table.caption = f"percentiles of more than {EXACT_VALUES:,} values are within {percent(RELATIVE_ERROR)}"
     return table
 
 
 def _load_table(found: Diagnosis) -> Table:
-    table = _table(("n", "correlation", "in flight", "median", "in flight", "median"))
+    table = _table("n", "correlation", "in flight", "median", "in flight", "median")
     for name, label in TIMINGS.items():
         if related := found.load.get(name):
-            figures = (f"{related.n:,}", f"{related.correlation:+.2f}")
+            numbers = (f"{related.n:,}", f"{related.correlation:+.2f}")
             idle = (f"{related.idle_load:g}", milliseconds(related.idle))
             busy = (f"{related.busy_load:g}", milliseconds(related.busy))
-            table.add_row(label.strip(), *figures, *idle, *busy)
+            table.add(label.strip(), *numbers, *idle, *busy)
     table.caption = "rank correlation; then the idler and the busier half"
     return table
 
 
-def _table(headings: Iterable[str]) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET
-    )
-    table.caption_justify, table.caption_style = "left", QUIET
-    table.add_column("", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+def _table(*titles: str) -> Table:
+    return Table([Column(wrap=False), *(Column(title, "right", wrap=False) for title in titles)], narrow=True)
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
+def _pairs(rows: Iterable[tuple[str, str]]) -> RichTable:
+    table = RichTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style=QUIET, overflow="fold")
     for name, text in rows:

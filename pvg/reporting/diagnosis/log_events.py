@@ -203,7 +203,7 @@ CLOCK_SLACK_S = 0.001  # the clock of one machine is the same in all its process
 
 
 @dataclass(slots=True)
-class Trace:
+class UpdateTrace:
     """One update as far as it is known: moments on the client's and on the server's clock, seconds; load when sent."""
 
     load: float | None = None
@@ -217,7 +217,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class LoggedUpdate:
     """A finished update, in milliseconds. `event` is the line to show. Without the client's half only rpc is known."""
 
     event: Event
@@ -229,7 +229,7 @@ class Update:
 
 
 @dataclass(slots=True)
-class Halves:
+class UpdateCounts:
     """What was found of the updates: whole ones, and the lines that were missing."""
 
     paired: int = 0  # both client and server lines
@@ -249,7 +249,7 @@ class ClockOffset:
     at_least: float = -math.inf
     at_most: float = math.inf
 
-    def see(self, trace: Trace) -> None:
+    def see(self, trace: UpdateTrace) -> None:
         if trace.received is not None and trace.sent is not None:
             self.at_most = min(self.at_most, trace.received - trace.sent)
         if trace.rpc_done is not None and trace.done is not None:
@@ -265,14 +265,14 @@ class ClockOffset:
 
 
 @dataclass(slots=True)
-class Pairing:
+class UpdatePairing:
     """Takes `[weights]` events, hands every finished update to `finished`."""
 
-    finished: Callable[[Update], None]
-    halves: Halves = field(default_factory=Halves)
+    finished: Callable[[LoggedUpdate], None]
+    halves: UpdateCounts = field(default_factory=UpdateCounts)
     offset: ClockOffset = field(default_factory=ClockOffset)
-    _open: OrderedDict[str, Trace] = field(default_factory=OrderedDict)
-    _done: OrderedDict[str, Trace] = field(default_factory=OrderedDict)
+    _open: OrderedDict[str, UpdateTrace] = field(default_factory=OrderedDict)
+    _done: OrderedDict[str, UpdateTrace] = field(default_factory=OrderedDict)
 
     def add(self, event: Event, load: float | None) -> None:
         """`load`: requests in generation at this line. Raises MalformedLineError."""
@@ -282,9 +282,9 @@ class Pairing:
         if not name:
             self.halves.untraced += 1
             if event.name == "client.done":  # it says all that is needed
-                self._finish(_noted(Trace(load=load), event))
+                self._finish(_noted(UpdateTrace(load=load), event))
             return
-        trace = self._done.get(name) or self._open.get(name) or Trace(load=load)
+        trace = self._done.get(name) or self._open.get(name) or UpdateTrace(load=load)
         _noted(trace, event)
         if event.name == "client.send":
             trace.load = load
@@ -305,7 +305,7 @@ class Pairing:
             while table:
                 self._finish(table.popitem(last=False)[1])
 
-    def _finish(self, trace: Trace) -> None:
+    def _finish(self, trace: UpdateTrace) -> None:
         self.offset.see(trace)
         server = trace.server_line is not None
         if trace.done is None and not server:
@@ -313,7 +313,9 @@ class Pairing:
         elif trace.done is None:
             assert trace.server_line is not None
             self.halves.server_only += 1
-            self.finished(Update(trace.server_line, trace.load, _server_rpc_ms(trace), in_server_ms=_in_server(trace)))
+            self.finished(
+                LoggedUpdate(trace.server_line, trace.load, _server_rpc_ms(trace), in_server_ms=_in_server(trace))
+            )
         else:
             self.halves.paired += server
             self.halves.client_only += not server
@@ -321,7 +323,7 @@ class Pairing:
             self.finished(_update(trace, trace.done))
 
 
-def _noted(trace: Trace, event: Event) -> Trace:
+def _noted(trace: UpdateTrace, event: Event) -> UpdateTrace:
     """Write into `trace` what the line says. With several engines: the first to receive, the last to be done."""
     rpc_ms, sent = event.number("rpc_ms"), event.number("client.send")
     for key in ("wall_ms", "queue_ms", "failed"):
@@ -344,7 +346,7 @@ def _noted(trace: Trace, event: Event) -> Trace:
     return trace
 
 
-def _update(trace: Trace, done: Event) -> Update:
+def _update(trace: UpdateTrace, done: Event) -> LoggedUpdate:
     wall_ms = done.number("wall_ms")
     if wall_ms is None and trace.sent is not None:
         wall_ms = max(0.0, (done.t - trace.sent) * 1e3)
@@ -354,16 +356,16 @@ def _update(trace: Trace, done: Event) -> Update:
     queue_ms = done.number("queue_ms")
     if queue_ms is None and wall_ms is not None and rpc_ms is not None:
         queue_ms = max(0.0, wall_ms - rpc_ms)
-    return Update(done, trace.load, rpc_ms, wall_ms, queue_ms, _in_server(trace))
+    return LoggedUpdate(done, trace.load, rpc_ms, wall_ms, queue_ms, _in_server(trace))
 
 
-def _server_rpc_ms(trace: Trace) -> float | None:
+def _server_rpc_ms(trace: UpdateTrace) -> float | None:
     if trace.rpc_ms is not None or trace.rpc_done is None or trace.rpc_start is None:
         return trace.rpc_ms
     return max(0.0, (trace.rpc_done - trace.rpc_start) * 1e3)
 
 
-def _in_server(trace: Trace) -> float | None:
+def _in_server(trace: UpdateTrace) -> float | None:
     if trace.received is None or trace.rpc_start is None:
         return None
     return max(0.0, (trace.rpc_start - trace.received) * 1e3)

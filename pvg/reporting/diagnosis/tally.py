@@ -31,9 +31,9 @@ from pvg.reporting.diagnosis.log_events import (
     Event,
     EventReader,
     LineCounts,
+    LoggedUpdate,
     MalformedLineError,
-    Pairing,
-    Update,
+    UpdatePairing,
     open_log,
 )
 from pvg.telemetry.core_waits import CoreTime
@@ -64,7 +64,7 @@ RELATED = frozenset({"queue_ms", "rpc_ms", "write_ms", "wait_ms"})
 
 
 @dataclass(slots=True)
-class Elapsed:
+class LogSpan:
     """The time that one log's driver lines span, in seconds, without the gaps between its sessions."""
 
     total: float = 0.0
@@ -80,13 +80,13 @@ class Elapsed:
 
 
 @dataclass(slots=True)
-class Tally:
+class LogTally:
     sources: tuple[str, ...]
     lines: LineCounts = field(default_factory=LineCounts)
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
     sketches: dict[str, Sketch] = field(default_factory=lambda: defaultdict(Sketch))
-    relations: dict[str, Relation] = field(default_factory=lambda: defaultdict(Relation))
-    worst: dict[str, Worst] = field(default_factory=lambda: defaultdict(Worst))
+    relations: dict[str, LoadRelation] = field(default_factory=lambda: defaultdict(LoadRelation))
+    worst: dict[str, WorstEvents] = field(default_factory=lambda: defaultdict(WorstEvents))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
     lagged_ms: float = 0.0  # a lower bound of the time in which the event loop stood still
     lagged_shared_ms: float = 0.0  # the part in windows in which threads waited for cores
@@ -94,13 +94,13 @@ class Tally:
     threads: float | None = None  # torch's threads in the newest process, and the cores that it may use
     usable_cores: float | None = None
     truncated: bool = False  # whether any rollout hit the length limit
-    pairing: Pairing = field(init=False)
-    _driver: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
-    _all: dict[int, Elapsed] = field(default_factory=lambda: defaultdict(Elapsed))
+    pairing: UpdatePairing = field(init=False)
+    _driver: dict[int, LogSpan] = field(default_factory=lambda: defaultdict(LogSpan))
+    _all: dict[int, LogSpan] = field(default_factory=lambda: defaultdict(LogSpan))
     _load: dict[int, float] = field(default_factory=dict)  # requests in generation, by log
 
     def __post_init__(self) -> None:
-        self.pairing = Pairing(self._update)
+        self.pairing = UpdatePairing(self._update)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Tally:
         for key, value in (("steps", 1.0), ("wall_ms", wall), ("train_ms", train or 0.0), ("idle_ms", idle)):
             sums[key] += value
 
-    def _update(self, update: Update) -> None:
+    def _update(self, update: LoggedUpdate) -> None:
         for name, value in (
             ("wall_ms", update.wall_ms),
             ("rpc_ms", update.rpc_ms),
@@ -226,9 +226,9 @@ class Tally:
             self.relations[name].add(load, value)
 
 
-def read_logs(sources: Sequence[str | Path]) -> Tally:
+def read_logs(sources: Sequence[str | Path]) -> LogTally:
     """Read all of `sources` (files, plain or gzip; "-" is standard input) once. Raises UsageError for a missing one."""
-    tally = Tally(tuple("standard input" if str(source) == STDIN else str(source) for source in sources))
+    tally = LogTally(tuple("standard input" if str(source) == STDIN else str(source) for source in sources))
     with ExitStack() as stack:
         readers = [
             EventReader(stack.enter_context(open_log(source)), label, tally.lines, number)
@@ -336,7 +336,7 @@ def _middle(place: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Related:
+class LoadCorrelation:
     """How a quantity goes with the load: Spearman's rank correlation, and medians of both halves of the load."""
 
     n: int
@@ -347,7 +347,7 @@ class Related:
     busy: float
 
 
-class Relation:
+class LoadRelation:
     def __init__(self) -> None:
         self.n = 0
         self._pairs: list[tuple[float, float]] = []
@@ -361,7 +361,7 @@ class Relation:
         elif (place := self._random.randrange(self.n)) < PAIRS:
             self._pairs[place] = (load, value)
 
-    def related(self, least: int) -> Related | None:
+    def related(self, least: int) -> LoadCorrelation | None:
         """None with fewer than `least` pairs, or where the load never changed."""
         if self.n < least or not self._pairs:
             return None
@@ -370,7 +370,7 @@ class Relation:
         busy = loads > border if border < loads.max() else loads >= border
         if busy.all():
             return None
-        return Related(
+        return LoadCorrelation(
             n=self.n,
             correlation=spearman(loads, values),
             idle_load=float(np.median(loads[~busy])),
@@ -393,7 +393,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(number) - (number - 1) / 2)[place]
 
 
-class Worst:
+class WorstEvents:
     """The lines with the largest values, largest first; the earlier of equals."""
 
     def __init__(self) -> None:
