@@ -119,11 +119,6 @@ def baseline_advantages(rewards_N: NDArray[Any], baselines_N: NDArray[Any], role
     return advantages_N
 
 
-def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows [N] whose group holds more than one reward value: dapo keeps these alone."""
-    return _grouped(rewards_N, group_ids_N, role_ids_N).signal()
-
-
 def zero_signal_groups(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> float:
     """The share of groups whose rewards are all the same, and that therefore teach nothing; 0 without groups."""
     signal_G = _grouped(rewards_N, group_ids_N, role_ids_N).signal_of_groups()
