@@ -11,7 +11,6 @@ size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problem
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -52,12 +51,6 @@ def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     # At 0 and at 1 a bound is the share itself: rounding must not put it beside.
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
-
-
-def numbered(names: Sequence[str]) -> Ints:
-    """int64 [N]: names as numbers from 0 on, in the order of their first appearance."""
-    found: dict[str, int] = {}
-    return np.array([found.setdefault(name, len(found)) for name in names], dtype=np.int64)
 
 
 def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float) -> Estimate:

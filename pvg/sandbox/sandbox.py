@@ -3,7 +3,6 @@
     with Sandbox("full", Limits(cpu_s=2.0)) as sandbox:
         execution = sandbox.run(Program.of_function("def f(x): return x + 1", "f", [[1], [2]]))
         executions = sandbox.run_many(programs)
-        execution = await sandbox.run_async(program)        # the event loop stays free
 
 Invariant: a program's outcome is its own. It runs in a process that knows nothing but its source and its inputs, that
 leaves nothing behind, and whose CPU time is what counts.
@@ -11,7 +10,6 @@ leaves nothing behind, and whose CPU time is what counts.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import weakref
@@ -83,10 +81,6 @@ class Sandbox:
             for future in waiting:
                 future.cancel()
             raise
-
-    async def run_async(self, program: Program, limits: Limits | None = None) -> Execution:
-        """A caller that is cancelled leaves a program that is running to its end."""
-        return await asyncio.wrap_future(self._submit(program, limits or self.limits))
 
     def close(self) -> None:
         """End all processes. What still waits for its turn is cancelled, and what is running fails."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from pvg.bench.report import cpu_model
-from pvg.errors import MissingRequirementError, PvgError, UsageError
+from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, standing
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
@@ -116,9 +116,6 @@ class StudyResults(StudyRecord):
 
     def result(self, arm: str, measure: str) -> MeasureResult:
         return next(found for found in self.results if (found.arm, found.measure) == (arm, measure))
-
-    def of_arm(self, arm: str) -> list[CellRecord]:
-        return [cell for cell in self.cells if cell.arm == arm]
 
     @property
     def complete(self) -> int:
@@ -263,18 +260,6 @@ def write_results(path: Path, results: StudyResults) -> None:
         write_output(path, data)
     except OSError as error:
         raise MissingRequirementError(f"The results {path} cannot be written: {error.strerror}.", "") from error
-
-
-def read_results(path: Path) -> StudyResults:
-    """Raises UsageError where there are no results of this schema version."""
-    try:
-        return StudyResults.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"The results {path} cannot be read: {error.strerror}.") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"{path} holds no results of this pvg: {where}: {first['msg']}.") from None
 
 
 def json_schema() -> bytes:

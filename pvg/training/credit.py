@@ -119,11 +119,6 @@ def baseline_advantages(rewards_N: NDArray[Any], baselines_N: NDArray[Any], role
     return advantages_N
 
 
-def signal_rows(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether each row's group has more than one reward value [N]; dapo trains on these rows only."""
-    return _grouped(rewards_N, group_ids_N, role_ids_N).signal()
-
-
 def zero_signal_groups(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_ids_N: NDArray[Any]) -> float:
     """The share of groups with equal rewards, which have no gradient; 0 without groups."""
     signal_G = _grouped(rewards_N, group_ids_N, role_ids_N).signal_of_groups()

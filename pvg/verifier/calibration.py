@@ -50,18 +50,6 @@ def acceptance_threshold(correct_scores: NDArray[Any], share: float) -> float:
     return float(np.sort(correct_scores)[correct_scores.size - needed])
 
 
-def acceptance_rate(scores: NDArray[Any], threshold: float) -> float:
-    """The share of `scores` [n] that reach `threshold`; NaN without scores."""
-    return float(np.mean(scores >= threshold)) if scores.size else math.nan
-
-
-def pair_accuracy(scores_correct: NDArray[Any], scores_incorrect: NDArray[Any]) -> float:
-    """The share of pairs [m] whose correct solution has the higher score; a tie counts half. NaN without pairs."""
-    if not scores_correct.size:
-        return math.nan
-    return float(np.mean((scores_correct > scores_incorrect) + 0.5 * (scores_correct == scores_incorrect)))
-
-
 # --- ensembles --------------------------------------------------------------------------------------------------------
 
 
