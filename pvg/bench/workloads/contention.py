@@ -1,11 +1,15 @@
-"""Processes that keep cores busy during a benchmark, as other programs on the machine would.
+"""Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
 
-    with busy_processes(2):
-        ...                         # two processes compute, each in its own session
+    pvg bench --profile contention      # one thread per core against the default, in turn
 
-Each process has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
-another terminal has its own session too. A process ends when its standard input ends, so it also ends when its owner is
-killed. It ends after LIMIT_S in any case.
+A sample is `steps` optimizer steps of the e2e workload with no busy process, then beside one, then beside two. The
+steps run in a child process (pvg.bench.workloads.contention_child), because two thread pools in one process slow each
+other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside one busy process
+divided by the idle throughput of the same sample; 1 is ideal.
+
+`busy_processes` starts processes that keep cores busy as other programs would. Each has its own session, because Linux
+divides the cores between sessions first (autogroup), and a program in another terminal has its own session too. A
+process ends when its standard input ends, so also when its owner is killed, and after LIMIT_S in any case.
 """
 
 from __future__ import annotations
@@ -31,17 +35,17 @@ from pvg.telemetry.core_waits import CoreTime, usable_cores
 from pvg.telemetry.spans import span
 
 LIMIT_S = 600.0
-TURNS = 20_000  # loop turns between two checks of the standard input: about a millisecond
+TURNS = 20_000  # loop iterations between two checks of the standard input: about a millisecond
 
 
 @contextmanager
 def busy_processes(count: int, limit_s: float = LIMIT_S) -> Iterator[list[int]]:
-    """The process ids of `count` processes. All of them compute when the block begins; none is left when it ends."""
+    """Yields the ids of `count` processes. All of them compute when the block begins; all have ended after it."""
     with ExitStack() as stack:
         processes = [stack.enter_context(_busy_process(limit_s)) for _ in range(count)]
         for process in processes:
             assert process.stdout is not None
-            process.stdout.readline()  # it has begun
+            process.stdout.readline()  # the process has started to compute
         yield [process.pid for process in processes]
 
 
@@ -53,7 +57,7 @@ def _busy_process(limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    with process:  # closes the pipes and waits, last of all
+    with process:  # at its end, closes the pipes and waits
         try:
             yield process
         finally:
@@ -61,7 +65,7 @@ def _busy_process(limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def compute(limit_s: float) -> None:
-    """Use a core until the standard input ends or the time is up."""
+    """Keep a core busy until the standard input ends or `limit_s` seconds have passed."""
     ends = time.monotonic() + limit_s
     print("computing", flush=True)
     while time.monotonic() < ends and not select.select([sys.stdin], [], [], 0)[0]:
@@ -73,29 +77,22 @@ if __name__ == "__main__":
     compute(float(sys.argv[1]))
 
 
-# Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
-#
-#     pvg bench --profile contention      # one thread for each core against the default, in turn
-#
-# A sample is `steps` optimizer steps of the e2e workload with no busy process, then the same beside one, then beside
-# two. The steps run in a child process (pvg.bench.workloads.contention_child), because two pools of threads in one
-# process slow each other down. The child sleeps while the other variant is measured. `kept_1` is the throughput
-# beside one busy process divided by the idle throughput of the same sample; 1 is ideal.
+# --- the workload -----------------------------------------------------------------------------------------------------
 
 BESIDE = (0, 1, 2)  # busy processes
 LONGEST_LINE = 2**20
 
 
 class Settings(Section):
-    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: as many as cores,
-    or the default of models.threads."""
+    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: one per core, or
+    the default of models.threads."""
 
     steps: Count = 1
     threads: Literal["cores", "default"] = "default"
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError if models.threads is set too, and for settings that e2e cannot measure."""
+    """Raises ConfigurationError if models.threads is set too, or for settings that e2e cannot measure."""
     own, experiment = workload_settings(Settings, settings), settings.experiment
     if experiment.models.threads:
         raise ConfigurationError(
@@ -117,8 +114,8 @@ class Contention:
 
     measures: Mapping[str, Measure] = {
         "step_s": Measure("s", "lower", "wall time of one optimizer step with no busy process beside it"),
-        "step_1_s": Measure("s", "lower", "the same beside one busy process"),
-        "step_2_s": Measure("s", "lower", "the same beside two busy processes"),
+        "step_1_s": Measure("s", "lower", "wall time of one optimizer step beside one busy process"),
+        "step_2_s": Measure("s", "lower", "wall time of one optimizer step beside two busy processes"),
         "kept_1": Measure("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
         "kept_2": Measure("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
     }
@@ -162,8 +159,8 @@ class Contention:
         }
 
     def derived(self) -> dict[str, float]:
-        """The number of threads, and, by the number of busy processes, the share of their ready time in which they
-        waited for a core, over all samples. On other systems than Linux only the number of threads."""
+        """The number of threads and, on Linux, by number of busy processes, the share of their ready time in which the
+        threads waited for a core, over all samples."""
         found = {"threads": float(self._opened["threads"])}
         for beside, times in self._times.items():
             if ready_s := sum(time.ran_s + time.waited_s for time in times):
@@ -175,7 +172,7 @@ class Contention:
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.communicate()  # closes its pipes too, before the event loop ends
+            await process.communicate()  # also closes its pipes before the event loop ends
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildFailedError for an error that the child reports, RuntimeError if it has ended."""
