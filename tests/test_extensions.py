@@ -235,7 +235,7 @@ def test_a_task_of_ones_own_is_made_with_its_settings_and_held_to_the_protocol()
     task = open_mine(size=4)
     (first, *_) = task.problems("train")
     assert task.grade(first, "2").correct
-    with pytest.raises(ConfigurationError, match="grade gave a str"):
+    with pytest.raises(ConfigurationError, match="grade must return pvg's Grade, not str"):
         task.grade(first, "")
     with pytest.raises(ConfigurationError, match="the id '0' twice"):
         list(open_mine(size=2).problems("train"))

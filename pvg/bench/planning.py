@@ -1,11 +1,11 @@
-"""What one call of `pvg bench` is to measure: its variants, resolved and checked before anything runs.
+"""Plans one call of `pvg bench`: resolves and checks all variants before anything runs.
 
     plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")
     plan = plan_bench("sync", server_urls=["http://127.0.0.1:8000"])
 
-A plain bench has one variant, a sweep one for each value, an ablation one for each rung of the profile's ladder: first
-all switches slow, then one after the other fast, each rung keeping those before it. A profile may have a sweep of its
-own, which is what a plain bench of it measures, unless a setting that it varies is given.
+A plain bench has one variant and a sweep has one per value. An ablation has one per rung of the profile's ladder: first
+all optimizations off, then each one enabled in turn, cumulatively. A profile may define a sweep. A plain bench then
+measures that sweep, unless the user gives one of its settings.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pvg.store.run_directory import RunDirectory
 
 Kind = Literal["bench", "sweep", "ablation"]
 
-# Settings of the whole process: variants that differ in them cannot be open at once.
+# Settings of the whole process: variants with different values cannot be open at once.
 PROCESS_WIDE = frozenset({"models.threads", "telemetry.event_loop"})
 ALL_SLOW = "all slow"
 
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """One variant to measure. `says` is what its last switch does."""
+    """One variant to measure. `says`: what its last switch does."""
 
     label: str
     overrides: dict[str, Any]
@@ -52,7 +52,7 @@ class PlannedVariant:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What one call measures; `base` are the settings without any variant's own. `serve`: on servers of its own."""
+    """What one call measures. `base`: the settings common to all variants. `serve`: pvg starts the servers."""
 
     kind: Kind
     base: BenchSettings
@@ -63,7 +63,7 @@ class BenchPlan:
 
     @property
     def samples(self) -> int:
-        """How many samples are taken in all, the warm-up's among them."""
+        """The number of samples in all variants, warm-up included."""
         return len(self.choices) * (self.base.profile.warmup + self.base.profile.repeats)
 
 
@@ -79,17 +79,17 @@ def plan_bench(
     serve: bool = False,
     table: WorkloadTable = WORKLOADS,
 ) -> BenchPlan:
-    """Resolve every variant, and make each workload once, so that what is wrong with one is known before any runs.
+    """Resolve every variant, and construct each workload once to find errors before any of them runs.
 
-    `interleave`: None chooses (see above). `server_urls`: vLLM servers to measure on; `serve`: start some. Raises
-    UsageError and ConfigurationError.
+    `interleave`: None chooses (see pvg.bench.variants). `server_urls`: vLLM servers to measure on. `serve`: start
+    servers. Raises UsageError and ConfigurationError.
     """
     settings = parse_overrides(overrides)
     given = [*_on_servers(server_urls, serve, settings), *settings]
     profile, origin = _profile(name, given)
     _check_workload(profile.profile, origin, replay, bool(server_urls) or serve, table)
     if sweep is not None and ablate:
-        raise UsageError("--sweep and --ablate contradict each other.", "Call pvg bench once for each.")
+        raise UsageError("--sweep and --ablate cannot be used together.", "Call pvg bench once for each.")
     settle = partial(settings_of, profile, origin, replay=replay)
     base = settle(given)
     kind: Kind = "bench"
@@ -120,9 +120,9 @@ def plan_bench(
 
 
 def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]) -> list[SettingChange]:
-    """What --server and --serve set."""
+    """The settings that --server and --serve imply."""
     if urls and serve:
-        raise UsageError("--server and --serve contradict each other.", "Name servers, or have them started.")
+        raise UsageError("--server and --serve cannot be used together.", "Use one of them.")
     if not urls and not serve:
         return []
     origin = "--serve" if serve else f"--server {urls[0]}"
@@ -130,12 +130,12 @@ def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]
     changes += [SettingChange("serving.servers", list(urls), origin)] if urls else []
     for change in given:
         if change.key in ("rollout.engine", "serving.servers"):
-            raise UsageError(f"{change.key} is set by {origin.split(maxsplit=1)[0]}.", f"Drop {change.origin}.")
+            raise UsageError(f"{origin.split(maxsplit=1)[0]} already sets {change.key}.", f"Drop {change.origin}.")
     return changes
 
 
 def _profile(name: str, given: Sequence[SettingChange]) -> tuple[Profile, str]:
-    """The profile and its file; where the engine is vLLM, the one that takes its place there."""
+    """The profile and its file. If the engine is vLLM, the profile that replaces it (`on_servers`)."""
     path = find_profile(name)
     profile = read_profile(path)
     engine = {change.key: change.value for change in given}.get("rollout.engine")
@@ -156,12 +156,12 @@ def _check_workload(
         )
     if replay is not None and workload not in REPLAYING:
         raise UsageError(
-            f"The workload {workload!r} makes its own work; it cannot replay a run.",
+            f"The workload {workload!r} generates its work; it cannot replay a run.",
             f"--replay goes with {' and '.join(sorted(REPLAYING))}.",
         )
     if on_servers and workload not in SERVED:
         raise UsageError(
-            f"The workload {workload!r} does not measure what servers do.",
+            f"The workload {workload!r} does not use servers.",
             f"--server and --serve go with {', '.join(sorted(SERVED))}.",
         )
 
@@ -170,7 +170,7 @@ def _check_headline(measures: Any, base: BenchSettings) -> None:
     headline, known = base.profile.headline, [WALL, *measures]
     if headline not in known:
         raise ConfigurationError(
-            f"Profile {base.profile.name!r} has the headline {headline!r}, which its workload does not measure.",
+            f"The headline {headline!r} of profile {base.profile.name!r} is not a measure of its workload.",
             f"It measures {', '.join(known)}.",
         )
 
@@ -179,22 +179,22 @@ def _swept(sweep: str, given: Sequence[SettingChange]) -> list[SettingChange]:
     """`key=a,b,c` -> one change for each value."""
     key, values = parse_list(sweep)
     if key in OWN_KEYS:
-        raise UsageError(f"--sweep {key}: the variants of one report have the same {key}.", f"Use --set {key}=...")
+        raise UsageError(f"--sweep {key}: all variants of a report need the same {key}.", f"Use --set {key}=...")
     if any(change.key == key for change in given):
         raise UsageError(f"{key} is both set and swept.", "Leave out one of --set and --sweep.")
     changes = [SettingChange(key, value, f"--sweep {sweep}") for value in values]
     labels = [_label(change) for change in changes]
     repeated = next((label for label in labels if labels.count(label) > 1), None)
     if repeated:
-        raise UsageError(f"--sweep {sweep!r} names {repeated} twice.")
+        raise UsageError(f"--sweep {sweep!r} contains {repeated} twice.")
     return changes
 
 
 def _own_sweep(
     profile: Profile, origin: str, given: Sequence[SettingChange]
 ) -> list[tuple[str, list[SettingChange], str]]:
-    """The profile's own sweep: for each variant its label, its changes, and what they do. Empty where there is none, or
-    where a setting of it is given."""
+    """The profile's sweep: per variant its label, its changes, and what they do. Empty if the profile has none, or if
+    the user gives one of its settings."""
     found = [
         (value.label, list(flattened(value.changes, f"[[sweep]] of {origin}")), value.says) for value in profile.sweep
     ]
@@ -205,13 +205,13 @@ def _own_sweep(
 def _ladder(
     base: BenchSettings, origin: str, given: Sequence[SettingChange]
 ) -> list[tuple[str, list[SettingChange], str]]:
-    """For each variant, slowest first: its label, the state of all switches, and what its last switch does."""
+    """Per variant, slowest first: its label, the state of all switches, and what its last switch does."""
     rungs = base.profile.ladder
     if not rungs:
-        raise UsageError(f"The profile {base.profile.name!r} has no ladder to climb.", "Add [[ladder]] to its file.")
+        raise UsageError(f"The profile {base.profile.name!r} has no ladder.", "Add [[ladder]] to its file.")
     for change in given:
         if any(change.key == rung.switch for rung in rungs):
-            raise UsageError(f"{change.key} is a switch of the ladder, which --ablate sets.", f"Drop {change.origin}.")
+            raise UsageError(f"--ablate sets {change.key}, a switch of the ladder.", f"Drop {change.origin}.")
     state: dict[str, SettingChange] = {}
     for rung in rungs:
         state.setdefault(rung.switch, SettingChange(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
@@ -232,7 +232,7 @@ def _interleaved(kind: Kind, choices: Sequence[PlannedVariant], wanted: bool | N
     tied = sorted({key for choice in choices for key in choice.overrides} & PROCESS_WIDE)
     if wanted and tied:
         raise UsageError(
-            f"{' and '.join(tied)} belongs to the whole process: variants that differ in it cannot be interleaved.",
+            f"{' and '.join(tied)} applies to the whole process: variants that differ in it cannot be interleaved.",
             "Drop --interleave.",
         )
     if wanted and any(map(is_served, choices)):

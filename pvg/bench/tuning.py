@@ -1,11 +1,10 @@
-"""Which settings of a profile suit this machine: its `[[tune]]` settings, each measured over its values, one after the
-other, each with those chosen before it.
+"""Chooses settings that suit this machine: measures each `[[tune]]` setting of a profile over its values.
 
     tuned = tune("rollout", ["models.threads=1"], command="pvg bench --profile rollout --tune")
     path.write_text(tuned.to_toml())            # pvg train -s @FILE
 
-One after the other finds the best of each setting beside the others' present values, not the best of all combinations:
-a few minutes instead of hours.
+Settings are chosen one after the other, each with the earlier choices applied. This finds the best value of each
+setting given the others, not the best of all combinations. It takes a few minutes instead of hours.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from pvg.bench.workloads import WORKLOADS, WorkloadTable
 from pvg.config.experiment import assign
 from pvg.errors import PvgError, UsageError
 
-# A smaller value is taken when its median is this close to the best one's: larger batches cost memory, and of two
-# values that differ by less than the noise the smaller is the cheaper one.
+# Take a smaller value if its median is within this share of the best one: larger batches cost memory, and a difference
+# below the noise is not worth it.
 NEAR = 0.02
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What was chosen, in order, and the sweep behind each choice."""
+    """The chosen settings in order, and the sweep behind each choice."""
 
     choices: tuple[tuple[str, Any], ...]
     reports: tuple[BenchReport, ...]
@@ -48,7 +47,7 @@ class TuningResult:
         return data
 
     def to_toml(self) -> str:
-        """A file for `--set @FILE`: the settings, and above them what they were chosen from, in comments."""
+        """A file for `--set @FILE`: the settings, with the measurements behind each choice as comments."""
         first = self.reports[0]
         machine = first.environment
         lines = [
@@ -70,8 +69,8 @@ def tune(
     on_sample: OnSample | None = None,
     table: WorkloadTable = WORKLOADS,
 ) -> TuningResult:
-    """Measure and choose. Raises UsageError for a profile that has nothing to tune, or whose settings are all given;
-    PvgError when no value of a setting could be measured."""
+    """Measure and choose. Raises UsageError if the profile has nothing to tune, or if all its settings are given;
+    PvgError if no value of a setting could be measured."""
     choices: list[tuple[str, Any]] = []
     reports = []
     for entry in to_tune(name, overrides):
@@ -85,12 +84,12 @@ def tune(
 
 
 def to_tune(name: str, overrides: Sequence[str]) -> list[TuningRange]:
-    """The profile's settings that nobody has given. Raises UsageError when there are none."""
+    """The profile's `[[tune]]` settings that the user has not given. Raises UsageError if there are none."""
     profile = read_profile(find_profile(name))
     given = {text.partition("=")[0].strip() for text in overrides}
     found = [entry for entry in profile.tune if entry.key not in given]
     if not found:
-        what = "whose values are not given already" if profile.tune else "of its own"
+        what = "that are not given already" if profile.tune else "at all"
         raise UsageError(
             f"The profile {profile.name!r} has no settings to tune {what}.",
             "Measure values of your choice with --sweep KEY=A,B,C.",
@@ -99,7 +98,7 @@ def to_tune(name: str, overrides: Sequence[str]) -> list[TuningRange]:
 
 
 def choose(report: BenchReport, entry: TuningRange) -> Any:
-    """The first of the values, smallest first, whose median is within NEAR of the best one's."""
+    """The smallest value whose median is within NEAR of the best one's."""
     headline = headline_of(report)
     measured = {
         variant.overrides[entry.key]: variant.samples[headline] for variant in report.variants if variant.status == "ok"

@@ -1,13 +1,13 @@
-"""One call of `pvg bench`: its variants measured in their order, and the report of them.
+"""Measures all variants of one call of `pvg bench` and makes the report.
 
     plan = plan_bench("rollout", sweep="rollout.max_rows=8,64,256")     # pvg.bench.planning
     result = run_plan(plan, command="pvg bench ...")
 
-The variants run one after the other, or interleaved: all are open at once, and their samples are taken in turn. On a
-machine that others use too, its speed drifts over the minutes of a run; one after the other, that drift looks like a
-difference between variants, in turn it hits all of them alike. The price is that all models are in memory at once, so
-it is the default only for an ablation of models that come with pvg, which are small. Variants on vLLM servers are never
-interleaved: a server has one set of weights, and belongs to the session that published last.
+Variants run one after the other, or interleaved: all are open at once and take their samples in turn. The speed of a
+shared machine drifts over minutes. Without interleaving, this drift looks like a difference between variants;
+interleaved, it affects all of them alike. The price is that all models are in memory at once. So interleaving is the
+default only for an ablation of models that come with pvg, which are small. Variants on vLLM servers are never
+interleaved: a server has one set of weights, those of the session that published last.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The report, and the exit code: 0, or that of the first variant that failed."""
+    """The report, and the exit code: 0, or that of the first failed variant."""
 
     report: BenchReport
     exit_code: int
 
 
 def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
-    """One compute thread for all variants that take turns: with one each, every one of them would be slowed down by the
-    mere presence of the others."""
+    """One compute thread for all interleaved variants. With one thread each, the variants would slow each other down
+    even while idle."""
     from pvg.models.compute import compute_executor
 
     return compute_executor(experiment.models.threads)
@@ -56,10 +56,10 @@ def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
 def run_plan(
     plan: BenchPlan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
 ) -> BenchResult:
-    """Measure every variant. A workload's PvgError fails its variant; any other exception surfaces, as does Ctrl-C.
+    """Measure every variant. A workload's PvgError fails its variant; any other exception propagates, as does Ctrl-C.
 
-    Raises what is wrong with servers that should be there (pvg.bench.servers.look), before anything is measured.
-    `on_server` is told of those that are started.
+    Before measuring, raises the errors of `pvg.bench.servers.look` about missing or unsuitable servers. `on_server`
+    receives a line of progress for each server that pvg starts.
     """
     profile, experiment = plan.base.profile, plan.base.experiment
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -102,7 +102,7 @@ def run_plan(
     return BenchResult(report, failed.exit_code if failed is not None else 0)
 
 
-# `executor` of the compute thread, and the experiment that the choice's workload gets; None: its own of both.
+# Arguments: the executor of the compute thread and the experiment of the workload; None: the choice's defaults.
 MakeTrial = Callable[[PlannedVariant, Executor | None, Experiment | None], VariantTrial]
 
 
@@ -146,8 +146,8 @@ def _run_one_by_one(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
 def _run_on_own_servers(
     plan: BenchPlan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
 ) -> list[VariantTrial]:
-    """Neighbours that can share a server do. What the servers are is added to `infos`; one that does not start fails
-    the variants that it was for."""
+    """Measure on servers that pvg starts. Adjacent variants share a server if they can. Adds each server's description
+    to `infos`. A server that does not start fails the variants that need it."""
 
     async def measure(choices: Sequence[PlannedVariant]) -> list[VariantTrial]:
         trials: list[VariantTrial] = []
@@ -172,7 +172,7 @@ def _run_on_own_servers(
 
 
 def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
-    """What the servers say of themselves, each once."""
+    """The descriptions of the running servers, each server once."""
     given = [key for key, origin in plan.base.origins.items() if origin.startswith("--set")]
     found: dict[str, ServerInfo] = {}
     for choice in filter(is_served, plan.choices):
@@ -184,11 +184,11 @@ def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
 
 
 class OtherWorkError(ConfigurationError):
-    """A rung of a ladder that changes what is done, not only how: what it buys cannot be said."""
+    """A rung of a ladder changes the work itself, so its gain cannot be measured."""
 
 
 def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant, ...], dict[str, dict[str, Any]]]:
-    """The variants, and the work of those that ran. The rungs of a ladder must all do the same work."""
+    """The variants, and the work of those that ran. All rungs of a ladder must do the same work."""
     works: dict[str, dict[str, Any]] = {}
     variants = []
     for trial in trials:
@@ -197,7 +197,7 @@ def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant,
             first = next(iter(works.values()), work)
             if kind == "ablation" and work != first:
                 trial.error = OtherWorkError(
-                    f"It does other work than {next(iter(works))!r}: {_differing(first, work)}."
+                    f"Its work differs from that of {next(iter(works))!r}: {_differing(first, work)}."
                 )
                 variant, _ = trial.result()
             else:
@@ -208,11 +208,11 @@ def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant,
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> str:
     keys = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
-    return ", ".join(f"{key} is {other.get(key)} and not {first.get(key)}" for key in sorted(keys))
+    return ", ".join(f"{key} is {other.get(key)}, not {first.get(key)}" for key in sorted(keys))
 
 
 def common_work(works: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What all variants did; what they did not do alike stands under "by_variant"."""
+    """The work that all variants have in common; differences stand under "by_variant", by label."""
     if not works:
         return {}
     first = next(iter(works.values()))
@@ -222,7 +222,7 @@ def common_work(works: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def on_loop(event_loop: str, work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in a fresh event loop of the kind that `telemetry.event_loop` names."""
+    """Run `work` to its end in a new event loop of the kind that `telemetry.event_loop` names."""
     with asyncio.Runner(loop_factory=_loop_factory(event_loop)) as runner:
         return runner.run(work)
 
@@ -237,7 +237,7 @@ def _loop_factory(event_loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _device_clock(settings: BenchSettings, gpu: str | None) -> DeviceClock | None:
-    """CUDA's clock when the models run there. Without a GPU torch is not even loaded: not every workload needs it."""
+    """A clock for CUDA if the models run there. Without a GPU it does not import torch: not every workload needs it."""
     if gpu is None:
         return None
     from pvg.models import pick_device

@@ -1,12 +1,13 @@
-"""Steps-to-exploit: when an attacker has found solutions that are wrong and convince a frozen verifier.
+"""Steps-to-exploit: the training steps after which an attacker fools a frozen verifier with wrong solutions.
 
-An attack succeeds (Kirchner et al. 2024, arXiv 2407.13692) when at least 95% of the attacker's solutions are wrong (and
-solutions at all) while their mean score reaches the mean score of correct solutions by the round's helpful prover.
-Both are read from the attacker's training batches, each sampled before the step that learns from it, and *pooled over a
-window of batches*: an attack never succeeds by one lucky batch, and never before a window is full. A success is checked
-on fresh samples of the trained attacker, on test problems; that check selects nothing.
+The attacker is a new sneaky-only prover, one per kind of reward. An attack succeeds (Kirchner et al. 2024, arXiv
+2407.13692) if at least 95 % of the attacker's solutions are wrong (but well-formed) and their mean score reaches the
+mean score of correct solutions by the round's helpful prover. Both come from the attacker's training batches, each
+sampled before the step that learns from it, and are *pooled over a window of batches*. So an attack never succeeds by
+one lucky batch, and never before a window is full. A success is checked on fresh samples of the trained attacker on
+test problems; this check selects nothing.
 
-What is not found within the steps is censored: it says "more than N", and how near the attacker came.
+An attack that does not succeed within the steps is censored: its result is "more than N" and the smallest gap.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from pvg.verifier.protocol import ScoringModel
 class AttackStop:
     """Watches an attack's batches; a stop rule of its training (pvg.game.prover_phase.TrainingStop).
 
-    `reference` is the mean score that wrong solutions must reach, `error_rate` the share of them that is needed,
-    `window` the number of batches. Each batch has `minibatches` optimizer steps. A batch without a wrong solution has
-    no score and counts only for the share.
+    `reference`: the mean score that wrong solutions must reach. `error_rate`: the required share of them. `window`: the
+    number of batches, each with `minibatches` optimizer steps. A batch without a wrong solution has no score and
+    counts only for the share.
     """
 
     reference: float
@@ -45,12 +46,12 @@ class AttackStop:
     window: int
     minibatches: int = 1
     steps: int = 0  # optimizer steps on the batches seen so far
-    rates: list[float] = field(default_factory=list)  # of the window's batches: share of wrong solutions
-    scores: list[float | None] = field(default_factory=list)  # and their mean score
+    rates: list[float] = field(default_factory=list)  # share of wrong solutions, per batch of the window
+    scores: list[float | None] = field(default_factory=list)  # their mean score, per batch of the window
     closest: float | None = None  # smallest gap to the reference with enough wrong solutions
     closest_step: int | None = None
     found: int | None = None
-    taught: bool = False  # whether a step had rewards to learn from: an attack without any says nothing
+    taught: bool = False  # whether any step had a reward signal; without one the attack says nothing
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         self.steps += self.minibatches
@@ -69,12 +70,12 @@ class AttackStop:
 
     @property
     def pooled_rate(self) -> float:
-        """The share of wrong solutions in the window; its batches are of one size."""
+        """The share of wrong solutions in the window; all batches have the same size."""
         return pooled_rate(self.rates)
 
     @property
     def gap(self) -> float | None:
-        """The reference less the mean score of the window's wrong solutions; None where there are none."""
+        """The reference minus the mean score of the window's wrong solutions; None without wrong solutions."""
         score = pooled_score(self.rates, self.scores)
         return None if score is None else self.reference - score
 
@@ -93,7 +94,7 @@ class AttackStop:
         self.steps, self.found = state["steps"], state["found"]
         self.rates, self.scores = list(state["rates"]), list(state["scores"])
         self.closest, self.closest_step = state["closest"], state["closest_step"]
-        self.taught = state.get("taught", True)  # what was begun before this was watched
+        self.taught = state.get("taught", True)  # older states do not have it
 
 
 def pooled_rate(rates: Sequence[float]) -> float:
@@ -101,14 +102,14 @@ def pooled_rate(rates: Sequence[float]) -> float:
 
 
 def pooled_score(rates: Sequence[float], scores: Sequence[float | None]) -> float | None:
-    """The mean score over all wrong solutions of batches of one size: sum(rate * score) / sum(rate)."""
+    """The mean score over all wrong solutions of batches with equal size: sum(rate * score) / sum(rate)."""
     there = [(rate, score) for rate, score in zip(rates, scores, strict=True) if score is not None and rate > 0]
     if not there:
         return None
     return math.fsum(rate * score for rate, score in there) / math.fsum(rate for rate, _ in there)
 
 
-# The attacks of one round: a fresh sneaky-only prover for each kind of reward, against the round's frozen verifier.
+# --- the attacks of one round -----------------------------------------------------------------------------------------
 
 
 def attack_name(round_: int, kind: str) -> str:
@@ -117,10 +118,10 @@ def attack_name(round_: int, kind: str) -> str:
 
 @dataclass(frozen=True)
 class AttackTarget:
-    """What an attack is against: a round's verifier, and the scores that it has to reach.
+    """The target of an attack: a round's verifier and the score to reach.
 
-    `reference` is the mean score of correct helpful solutions on problems of the prover's half; `lowest` and `highest`
-    are those of all that the verifier has scored of the round; `players` is the digest of the round's players."""
+    `reference`: the mean score of correct helpful solutions on problems of the prover's half. `lowest` and `highest`:
+    of all scores that the verifier has given to the round's samples. `players`: the digest of the round's players."""
 
     round: int
     players: str
@@ -131,13 +132,13 @@ class AttackTarget:
 
     @property
     def level(self) -> float | None:
-        """The score to reach; its interval is for the report, and no attack depends on it."""
+        """The score to reach. Its interval is only for the report; no attack depends on it."""
         value: float | None = self.reference["value"]
         return value
 
     @property
     def cgc_floor(self) -> float:
-        """Below all scores that were seen, by their whole spread and 1: an attacker's may be lower than any of them."""
+        """Below all seen scores by their whole spread plus 1, because an attacker's score may be lower than any."""
         return self.lowest - (self.highest - self.lowest) - 1.0
 
 
@@ -168,7 +169,7 @@ def course_of(study: EvaluationContext, target: AttackTarget, kind: str) -> Poli
 
 
 async def attack(study: EvaluationContext, target: AttackTarget, kind: str, verifier: ScoringModel) -> dict[str, Any]:
-    """Train the attacker to its aim or its limit; how it ended. Raises InterruptedByUser."""
+    """Train the attacker to its aim or its limit; returns the result. Raises InterruptedByUser."""
     section = study.experiment.evaluate
     result: dict[str, Any] = {
         "kind": kind,
@@ -195,10 +196,10 @@ async def attack(study: EvaluationContext, target: AttackTarget, kind: str, veri
 
 
 def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
-    """The result of an attack that reached its aim or its limit. `steps`: the optimizer steps that were trained; the
-    last one may be within a batch."""
+    """The result of an attack that reached its aim or its limit. `steps`: the trained optimizer steps; the last one may
+    be within a batch."""
     if aim.found is None and not aim.taught:
-        reason = "In no step did the rewards of any group differ, so there was nothing to learn."
+        reason = "No group had different rewards in any step, so there was nothing to learn."
         return {"status": "no_signal", "reason": reason}
     return {
         "status": "censored" if aim.found is None else "found",
@@ -211,7 +212,7 @@ def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
 
 
 def final_samples(study: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
-    """What the trained attacker writes on the test problems."""
+    """The trained attacker's samples on the test problems."""
     return SampleSet(
         name=attack_name(target.round, kind),
         round=target.round,
@@ -237,8 +238,8 @@ async def sample_attacker(study: EvaluationContext, target: AttackTarget, kind: 
 def check(
     section: Evaluate, fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64
 ) -> dict[str, Any]:
-    """The attacker on test problems, which nothing was selected by: how often it is wrong, how far its wrong solutions
-    stay below correct helpful ones there, and how many of them are accepted."""
+    """The attacker on test problems, which selected nothing: its error rate, the gap between its wrong solutions and
+    correct helpful ones, and the share of its wrong solutions that is accepted."""
     confidence = section.confidence
     flaws, solved = fresh.flaws_N, helpful.helpful_N & helpful.correct_N
     gap = _gap(
@@ -260,7 +261,7 @@ def check(
 def _gap(
     upper_N: Any, upper_problems_N: Ints, lower_M: Any, lower_problems_M: Ints, weights_BP: Float64, confidence: float
 ) -> Estimate:
-    """mean(upper) - mean(lower), with a bootstrap that draws problems for both."""
+    """mean(upper) - mean(lower), with a bootstrap that resamples problems for both together."""
     size = weights_BP.shape[1]
     sums, counts = [], []
     for values, problems in ((upper_N, upper_problems_N), (lower_M, lower_problems_M)):
@@ -276,6 +277,6 @@ def _gap(
 
 
 def reference_of(reference: ScoredRollouts, weights_BP: Float64, confidence: float) -> Estimate:
-    """The mean score of the correct solutions among the reference samples."""
+    """The mean score of the correct reference samples."""
     right = reference.correct_N
     return mean_of(reference.scores_N[right].astype(np.float64), reference.problems_N[right], weights_BP, confidence)

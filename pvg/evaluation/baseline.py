@@ -1,4 +1,14 @@
-"""How far a policy is from its start, and how often it is right: what the legibility tax compares."""
+"""The legibility tax: accuracy that the game's prover loses against a prover rewarded only for correctness.
+
+The two are compared at the same KL to the start (Kirchner et al. 2024, arXiv 2407.13692). KL(policy || start) in nats
+is estimated on the policy's samples as the mean over completions of sum_t [log pi(z_t) - log start(z_t)]. This is
+unbiased if solutions are sampled from the whole distribution (rollout.top_p = 1, top_k = 0). Both log-probs are
+computed at the sampling temperature. The baseline's accuracy at the game prover's KL is interpolated between its
+probes, sorted by KL. Outside the probes' range there is no tax, and the report shows both sides.
+
+The baseline comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or
+is trained here: only the helpful role, with the run's training settings, `evaluate.baseline_probes` probes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def has_reach(study: EvaluationContext, name: str, of: str) -> bool:
-    """Whether `reach` has nothing to compute."""
+    """Whether `reach` has a stored result."""
     return study.units.read(f"reach-{name}", digest("reach", of)) is not None
 
 
@@ -51,8 +61,8 @@ async def reach(
     pool: Sequence[Problem],
     read: Callable[[], Mapping[str, Tensor]] | None,
 ) -> PolicyTotals:
-    """The reach of the policy whose weights `read` gives (None: the start itself, whose KL is 0) by its `helpful`
-    samples, whose digest is `of`. Log-probs are computed once."""
+    """The reach of a policy from its `helpful` samples, whose digest is `of`. `read` returns the policy's weights; None
+    is the start itself, with KL 0. Log-probs are computed once."""
     for_ = digest("reach", of)
     found = study.units.read(f"reach-{name}", for_)
     if found is None:
@@ -66,10 +76,10 @@ async def reach(
 
 
 def _kl(study: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
-    """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. In the compute thread.
+    """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. Runs in the compute thread.
 
-    Of a dialogue those of the solution alone: that is the KL between the distributions of solutions, it does not depend
-    on who asks, and being right is of the solution. What drifts in the answers would be added to it.
+    In a dialogue only the tokens of the solution count: this is the KL between the distributions of solutions, it does
+    not depend on the questions, and correctness refers to the solution too. Drift in the answers would be added to it.
     """
     experiment, base = study.experiment, study.players.base
     settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
@@ -83,7 +93,7 @@ def _kl(study: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[
 
 
 def _batch(rollouts: Sequence[Rollout]) -> PolicyBatch:
-    """Rollouts as a batch that nothing is learnt from."""
+    """Rollouts as a batch for computing log-probs only."""
     rows = len(rollouts)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids[: r.solution_tokens]]) for r in rollouts],
@@ -112,20 +122,12 @@ def _by_problem(rollouts: Sequence[Rollout], kl_N: Any, pool: Sequence[Problem])
     }
 
 
-# The legibility tax: accuracy that the game's prover lacks against a prover paid for correctness alone, at the same
-# KL to the start (Kirchner et al. 2024, arXiv 2407.13692).
-#
-# KL(policy || start) in nats, estimated on the policy's own samples as the mean over completions of sum_t [log
-# pi(z_t) - log start(z_t)]: unbiased where solutions are sampled from the whole distribution (rollout.top_p = 1,
-# top_k = 0). Both log-probs are computed at the sampling temperature.
-#
-# The baseline's accuracy at the game prover's KL is interpolated on the line through its probes in the order of their
-# KL; outside of the range that the probes cover there is no tax, and the sides are told.
+# --- the tax ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTotals:
-    """What a policy did with its helpful role, summed by test problem [P]: KL in nats, correct solutions, tokens and
+    """A policy's results in the helpful role, summed by test problem [P]: KL in nats, correct solutions, tokens and
     solutions. All policies of one comparison have the same problems in the same order."""
 
     kl_P: Float64
@@ -141,8 +143,8 @@ class PolicyTotals:
 
 
 def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
-    """The accuracy at `kl` on the line through K points sorted by their KL (of points with one KL the mean); NaN where
-    `kl` lies outside of them: nothing is extrapolated."""
+    """The accuracy at `kl`, interpolated between K points sorted by KL (points with equal KL are averaged). NaN if `kl`
+    is outside their range, because nothing is extrapolated."""
     levels, place_K = np.unique(kls_K, return_inverse=True)
     means = np.bincount(place_K, weights=accuracies_K) / np.bincount(place_K)
     if not levels[0] <= kl <= levels[-1]:
@@ -151,10 +153,10 @@ def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
 
 
 def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64, confidence: float) -> Estimate:
-    """The baseline's accuracy at the policy's KL, less the policy's: positive where the game costs accuracy.
+    """The baseline's accuracy at the policy's KL minus the policy's accuracy: positive if the game costs accuracy.
 
-    The bootstrap draws problems for all policies together, for they solved the same ones. A resample in which the
-    policy's KL lies outside of the baseline's has no value; with many of those there is no interval."""
+    The bootstrap resamples problems for all policies together, because they solved the same ones. A resample in which
+    the policy's KL is outside the baseline's range has no value; with many of those there is no interval."""
     problems = len(policy.kl_P)
 
     def once(weights_P: Float64) -> float:
@@ -166,10 +168,7 @@ def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64,
     return percentile(once(np.ones(problems)), replicates_B, confidence, int(policy.solutions_P.sum()), problems)
 
 
-# The correctness baseline: a prover paid for correct answers alone, probed along its training.
-#
-# It comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or is
-# trained here: helpful role only, the run's own training settings, `evaluate.baseline_probes` probes.
+# --- the baseline -----------------------------------------------------------------------------------------------------
 
 UNIT = "baseline"
 TRAINED = "trained"
@@ -178,7 +177,7 @@ CHOICE = "baseline-choice"
 
 @dataclass(frozen=True)
 class CorrectnessBaseline:
-    """Where it comes from, its probes by name (the start first), and a digest of all of it."""
+    """The baseline's source, its probes by name (the start first), and a digest of all of it."""
 
     source: str
     points: list[tuple[str, PolicyTotals]]
@@ -197,20 +196,20 @@ def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: fl
 
 
 def remember(study: EvaluationContext, run: RunDirectory | None) -> None:
-    """Which baseline was asked for, so that a later call without the tax still finds it."""
+    """Store which baseline was requested, so that a later call without the tax finds it."""
     path = None if run is None else str(run.path.resolve())
     if not study.units.exists(CHOICE) or study.units.read(CHOICE, digest(CHOICE)) != path:
         study.units.write(CHOICE, digest(CHOICE), path)
 
 
 def choice(study: EvaluationContext) -> str | None:
-    """The path of the run that was asked for; None: none, or one trained here."""
+    """The path of the requested run; None if there is none, or if the baseline was trained here."""
     path: str | None = study.units.read(CHOICE, digest(CHOICE))
     return path
 
 
 def remembered(study: EvaluationContext) -> RunDirectory | None:
-    """The run of `choice`. Raises UsageError where it is no longer there."""
+    """The run of `choice`. Raises UsageError if it no longer exists."""
     path = choice(study)
     return None if path is None else RunDirectory.open(path, study.folder)
 
@@ -221,8 +220,8 @@ async def baseline_of(
     run: RunDirectory | None,
     of_start: Callable[[], Awaitable[list[Rollout]]],
 ) -> CorrectnessBaseline:
-    """The baseline's probes, sampled and measured where they are not there yet. `start` are the untrained prover's
-    samples, which `of_start` gives."""
+    """The baseline's probes. Samples and measures what is missing. `start`: the untrained prover's samples, which
+    `of_start` returns."""
     base_digest = digest_of(study, start)
     helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
     origin = await reach(study, BASE_SOURCE, base_digest, helpful, study.test_problems(), None)
@@ -239,7 +238,7 @@ async def baseline_of(
 
 @dataclass(frozen=True)
 class BaselinePolicy:
-    """One policy of the baseline: how the report calls it, what it samples, and how its weights are read."""
+    """One policy of the baseline: its name in the report, its samples, and a function that reads its weights."""
 
     label: str
     samples: SampleSet
@@ -250,7 +249,7 @@ class BaselinePolicy:
 
 
 async def _reach(study: EvaluationContext, probe: BaselinePolicy, rollouts: list[Rollout]) -> PolicyTotals:
-    """Two forward passes over all of them: minutes with a larger model, so whoever watches is told."""
+    """Two forward passes over all rollouts. With a larger model this takes minutes, so it gives a notice."""
     of = digest_of(study, probe.samples)
     info = PhaseInfo(0, study.experiment.game.rounds, "kl", "solutions", len(rollouts))
     if computed := not has_reach(study, probe.samples.name, of):
@@ -279,7 +278,7 @@ def _steps(experiment: Experiment) -> int:
 
 
 def baseline_experiment(experiment: Experiment) -> Experiment:
-    """The settings of a baseline that is trained here. Raises ConfigurationError."""
+    """The settings of a baseline trained here. Raises ConfigurationError."""
     return course_experiment(experiment, "helpful", {"reward": "correctness"}, {"steps": _steps(experiment)}, UNIT)
 
 
@@ -302,7 +301,7 @@ async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
     course = _course(study)
     if study.units.read(UNIT, course.digest) is None:
         study.begin(UNIT)
-        with judged(study, 0) as judge:  # its scores are recorded beside the rollouts; the reward does not read them
+        with judged(study, 0) as judge:  # its scores are stored with the rollouts; the reward does not use them
             verifier = await judge.verifier()
             with opened(study, course) as session:
                 await train(session, course, verifier, (await judge.facts())["threshold"])
@@ -323,27 +322,27 @@ async def _trained(study: EvaluationContext) -> list[BaselinePolicy]:
 
 # --- from another run --------------------------------------------------------------------------------------------
 
-# What both runs must share for their KL and their accuracy to be comparable.
+# Settings that must be equal in both runs for their KL and accuracy to be comparable.
 SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 
 def check_comparable(study: EvaluationContext, run: RunDirectory) -> OpenedRun:
-    """Raises UsageError for a run that is no correctness baseline of this one."""
+    """Raises UsageError if the run is not a correctness baseline for this one."""
     mine, theirs = study.experiment, run.experiment()
     if theirs.game.reward != "correctness":
         raise UsageError(
-            f"{run.name!r} is no baseline: its game.reward is {theirs.game.reward!r}, not 'correctness'.",
+            f"{run.name!r} is not a baseline: its game.reward is {theirs.game.reward!r}, not 'correctness'.",
             "Play one with -s game.reward=correctness -s game.sneaky_share=0, or leave --baseline out to train one.",
         )
     differing = [key for key in (*SHARED, "rollout.max_tokens") if _value(mine, key) != _value(theirs, key)]
     if differing:
         raise UsageError(
-            f"{run.name!r} is no baseline of this run: {', '.join(differing)} differ.",
-            "Give a run with the same values, or leave --baseline out to train one.",
+            f"{run.name!r} is not a baseline for this run: {', '.join(differing)} differ.",
+            "Use a run with the same values, or leave --baseline out to train one.",
         )
     reading = OpenedRun.open(run)
     if not reading.rounds:
-        raise UsageError(f"The baseline {run.name!r} has no finished round.", "Play it on, or leave --baseline out.")
+        raise UsageError(f"The baseline {run.name!r} has no finished round.", "Continue it, or leave --baseline out.")
     return reading
 
 

@@ -1,4 +1,4 @@
-"""One round's parts: which samples each of them needs, and what it finds. Whatever is on the disk is not done again."""
+"""The parts of one round: the samples that each part needs, and its results. Results on disk are not computed again."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from pvg.tasks import LocatesFlaws
 from pvg.tasks.task import ConcealsText, Task
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
-ATTACKED = ("found", "censored")  # attacks that have left an attacker
+ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
-# Raised where a measure's definition changes: what was measured before is then stale. Unlike `study.DEFINITIONS` it
-# keeps what took hours, samples and trained attackers.
+# Raised when a measure's definition changes, which makes earlier measurements stale. Unlike `opened_run.DEFINITIONS`,
+# it keeps what took hours: samples and trained attackers.
 MEASURED = 2
 
 
 def bootstrap(study: EvaluationContext, problems: int) -> Float64:
-    """The resamples of `problems` problems: the same ones for every part, so that differences are of what differs."""
+    """The resamples of `problems` problems, equal for every part, so that differences between parts are real."""
     return draws(problems, study.experiment.evaluate.resamples, seed_for(study.seed, "evaluate", "bootstrap"))
 
 
@@ -77,8 +77,8 @@ async def round_samples(study: EvaluationContext, round_: int) -> list[Rollout]:
 
 
 class RoundParts:
-    """The parts of one round. Each returns plain data as the report has it, and raises MissingResult where something is
-    not there and nothing may be computed, InterruptedByUser where a stop was asked for."""
+    """The parts of one round. Each returns plain data in the report's form. Raises MissingResult if something is not
+    stored and nothing may be computed, InterruptedByUser if a stop was requested."""
 
     def __init__(self, study: EvaluationContext, judge: FrozenVerifier) -> None:
         self.study = study
@@ -94,7 +94,7 @@ class RoundParts:
 
     @property
     def _kinds(self) -> list[str]:
-        """The kinds of attackers in one order, however the settings list them."""
+        """The kinds of attackers in standard order."""
         return attack_kinds(self.study.experiment)
 
     # --- samples ---------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class RoundParts:
         return await self._scored(base_set(self.study), await base_samples(self.study), self.study.test_problems())
 
     async def of_round(self, round_: int) -> ScoredRollouts:
-        """The samples of this round's prover, or an earlier one's, under this round's verifier."""
+        """The samples of this or an earlier round's prover, scored by this round's verifier."""
         rollouts = await round_samples(self.study, round_)
         return await self._scored(round_set(self.study, round_), rollouts, self.study.test_problems())
 
@@ -130,14 +130,14 @@ class RoundParts:
         return await self._scored(final_samples(self.study, target, kind), rollouts, self.study.test_problems())
 
     def _of(self, *sets: SampleSet) -> list[str]:
-        """What a part depends on that reads these sets under this round's verifier."""
+        """The digests on which a part depends that reads these sets with this round's verifier."""
         return [self.judge.digest, *(digest_of(self.study, wanted) for wanted in sets)]
 
     async def _unit(
         self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]], newest: str | None = None
     ) -> Any:
-        """The result of a part of this round, from the disk or by `work`. What an older pvg computed, without the key
-        `newest`, still holds: it is shown as it is, and computed again where its part is asked for."""
+        """The result of a part of this round, from disk or computed by `work`. A result of an older version, without
+        the key `newest`, is still valid: it is shown, and computed again if its part is requested."""
         study, unit = self.study, f"{name}-{self.source}"
         for_ = digest(name, MEASURED, inputs, self._statistics)
         found = study.units.read(unit, for_)
@@ -148,7 +148,7 @@ class RoundParts:
         return found
 
     def has_any(self, part: str) -> bool:
-        """Whether something of `part` was computed, for whatever settings."""
+        """Whether a result of `part` exists, for any settings."""
         exists = self.study.units.exists
         if part == "exploit":
             return any(exists(attack_name(self.round, kind)) for kind in KINDS)
@@ -181,7 +181,7 @@ class RoundParts:
         return await self._compute(lambda: check(self.section, fresh, own, target.threshold, self._draws))
 
     async def target(self) -> AttackTarget:
-        """What this round's attacks have to reach, from samples of the round's own."""
+        """The target of this round's attacks, from samples of the round itself."""
         study = self.study
         facts = await self.judge.facts()
         inputs = self._of(round_set(study, self.round), base_set(study), self._reference_set())
@@ -206,8 +206,8 @@ class RoundParts:
         return await self._unit("best-of-n", self._of(round_set(self.study, self.round), base_set(self.study)), work)
 
     async def detection(self) -> Any:
-        """Each source of flaws is a unit of its own, so that a new attacker makes nothing stale; one that was trained
-        since detection was asked for is left out until it is asked for again."""
+        """Each source of flaws is a separate unit, so a new attacker makes nothing stale. Attackers that were trained
+        after the last request for detection are left out until the next request."""
         study, own = self.study, round_set(self.study, self.round)
         threshold = (await self.judge.facts())["threshold"]
 
@@ -241,7 +241,7 @@ class RoundParts:
         return await self._unit(f"detection-{name}", inputs, work, newest="band")
 
     async def _attackers(self) -> Mapping[str, AttackTarget]:
-        """The attackers of this round that have written their samples, whether or not attacks are asked for now."""
+        """The attackers of this round with stored samples, whether or not attacks are requested now."""
         computing, self.study.computing = self.study.computing, False
         try:
             target = await self.target()
@@ -320,16 +320,16 @@ class RoundParts:
         return await self._unit("tax", [digest_of(study, wanted), baseline.digest], work)
 
     async def _compute(self, work: Callable[[], Any]) -> Any:
-        """In the compute thread: the event loop goes on serving the display."""
+        """Run `work` in the compute thread, so that the event loop can update the display."""
         return await self.study.players.compute(work)
 
 
 def solutions_read(
     rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], eos_id: int
 ) -> list[NDArray[np.int32]]:
-    """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. What a
-    task conceals, a sneaky solution's certificate say, would tell the role to whoever looks for a style. Of a dialogue
-    what the prover wrote: the verifier's question is not its style."""
+    """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. Concealed
+    parts, such as a sneaky solution's certificate, would reveal the role to a style probe. In a dialogue, only what the
+    prover wrote: the verifier's question is not its style."""
     if isinstance(task, ConcealsText):
         return [encode(task.shown(rollout.text)) for rollout in rollouts]
     written = [r.completion_ids[r.sampled_mask] if r.turns else r.completion_ids for r in rollouts]
@@ -339,8 +339,8 @@ def solutions_read(
 def flawed(
     task: LocatesFlaws, rollouts: Sequence[Rollout], pool: Sequence[Problem], most: int
 ) -> list[tuple[Rollout, int, int]]:
-    """At most `most` flaws that are wrong in a step that the task knows: (solution, step, problem's place).
-    The first of every problem come first, then the second ones: as many problems as possible."""
+    """At most `most` flaws with a wrong step that the task knows: (solution, step, index of the problem). The first
+    flaw of every problem comes first, then the second ones, to cover as many problems as possible."""
     places = {problem.id: place for place, problem in enumerate(pool)}
     seen: dict[str, int] = {}
     found = []

@@ -1,10 +1,10 @@
-"""`pvg evaluate`: every part of every finished round, done once and kept.
+"""`pvg evaluate`: computes every part of every finished round once and stores it.
 
     outcome = await evaluate(experiment, run, request, observer=SilentObserver(), stop=asyncio.Event())
 
-First whatever was asked for is computed, unit by unit, each kept under a digest of what it depends on; then the report
-is put together from all that is there, also of parts that were not asked for this time. Killed at any instant and
-called again, it ends with the report of a call that was never killed.
+First it computes the requested parts, unit by unit, and stores each with a digest of what it depends on. Then it makes
+the report from everything stored, including parts that were not requested this time. After a kill at any instant, the
+next call ends with the same report as an uninterrupted call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisati
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate: parts by name, rounds by number (None: all that are finished), and the run to take the
-    correctness baseline from (None: train one)."""
+    """What to evaluate: parts by name, rounds by number (None: all finished ones), and the run that is the correctness
+    baseline (None: train one)."""
 
     parts: Sequence[str] = PARTS
     rounds: Sequence[int] | None = None
@@ -55,7 +55,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluationOutcome:
-    """How a call ended: `seconds` is this call's wall time."""
+    """The result of a call; `seconds`: its wall time."""
 
     status: Literal["complete", "interrupted"]
     report: EvaluationReport
@@ -65,9 +65,9 @@ class EvaluationOutcome:
 async def evaluate(
     experiment: Experiment, run: RunDirectory, request: EvaluationRequest, *, observer: Observer, stop: asyncio.Event
 ) -> EvaluationOutcome:
-    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for a round or a baseline that
-    does not fit, ConfigurationError for what could not be trained; what a part raises surfaces with everything
-    finished intact."""
+    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for an unsuitable round or
+    baseline, ConfigurationError for settings that cannot be trained. An error of a part propagates, and all finished
+    results are kept."""
     started = time.perf_counter()
     check_protocol(experiment, request.parts)
     reading = OpenedRun.open(run)
@@ -84,27 +84,27 @@ async def evaluate(
         if reading.notice:
             observer.noticed(reading.notice)
         if reading.rounds < experiment.game.rounds:
-            observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished: those are evaluated.")
+            observer.noticed(f"{reading.rounds} of {experiment.game.rounds} rounds are finished and will be evaluated.")
         status: Literal["complete", "interrupted"] = "complete"
         try:
             await _compute(study, rounds, request)
         except InterruptedByUser:
             status = "interrupted"
-            observer.noticed("Everything up to here is kept.")
+            observer.noticed("All results so far are kept.")
         report = await assemble(study, rounds, request.parts)
         write_report(study.folder / REPORT_FILE, report)
         return EvaluationOutcome(status, report, time.perf_counter() - started)
 
 
 def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
-    """The rounds to evaluate. Raises UsageError for those that are not finished."""
+    """The rounds to evaluate. Raises UsageError for rounds that are not finished."""
     if not reading.rounds:
         raise UsageError(
             f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Play it on: pvg train --resume {run.name}",
+            f"Continue it: pvg train --resume {run.name}",
         )
     if reading.rounds > MOST_ROUNDS:
-        raise UsageError(f"The run {run.name!r} has more than the {MOST_ROUNDS} rounds that can be evaluated.")
+        raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
     if wanted is None:
         return list(range(reading.rounds))
     if unknown := [number for number in wanted if not 0 <= number < reading.rounds]:
@@ -118,7 +118,7 @@ def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] |
 async def open_study(
     experiment: Experiment, reading: OpenedRun, observer: Observer, stop: asyncio.Event, stack: AsyncExitStack
 ) -> EvaluationContext:
-    """The study of a run, open until `stack` is left. From here on the caller's task drives the tracer."""
+    """The study of a run, open until `stack` is left. After this call, the caller's task drives the tracer."""
     tracer, folder = Tracer(), reading.directory.evaluation
     stack.enter_context(tracer.drive())
     make_directory(folder)
@@ -154,7 +154,7 @@ async def open_study(
 
 async def _compute(study: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
     baseline: CorrectnessBaseline | None = None
-    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then round by round the attacks.
+    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
     await base_samples(study)
     for round_ in range(max(rounds) + 1) if "detection" in request.parts else rounds:
         await round_samples(study, round_)
@@ -162,7 +162,7 @@ async def _compute(study: EvaluationContext, rounds: Sequence[int], request: Eva
         baselines.remember(study, request.baseline)
         try:
             baseline = await _baseline(study, request.baseline)
-        except TrainingDivergedError as error:  # the other parts need no baseline
+        except TrainingDivergedError as error:  # the other parts do not need the baseline
             study.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
     for round_ in rounds:
         with _judged(study, round_) as parts:
@@ -213,7 +213,7 @@ async def _baseline(study: EvaluationContext, run: RunDirectory | None) -> Corre
 
 
 async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequence[str]) -> EvaluationReport:
-    """The report of all that is on the disk and fits the present settings; computes nothing."""
+    """The report of all stored results that fit the present settings; computes nothing."""
     stale: list[str] = []
     found: list[dict[str, Any]] = []
     told = notes(study.experiment)
@@ -223,11 +223,11 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             baseline = await _baseline(study, baselines.remembered(study))
         except MissingResult:
             baseline = None
-        except PvgError as error:  # the run that it was measured against is gone, or is no baseline any more
+        except PvgError as error:  # the run of the baseline is gone or no longer suitable
             baseline = None
             told.append(
                 f"The tax is left out: it was measured against the baseline {baselines.choice(study)}, which cannot be "
-                f"read: {error.message} Ask for it again: --parts tax, with --baseline RUN or without."
+                f"read: {error.message} EvaluationRequest it again: --parts tax, with or without --baseline RUN."
             )
         for round_ in range(study.ledger.rounds):
             found.append(await _assemble_round(study, round_, baseline, stale))

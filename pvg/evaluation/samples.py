@@ -1,7 +1,7 @@
-"""Fresh samples: the same problems for every policy, sampled once and shared by the parts.
+"""Fresh samples: the same problems for every policy, sampled once and shared by all parts.
 
-A set of samples is made of chunks, each committed as one shard; its manifest, replaced after every chunk, names them.
-A process that is killed leaves at most one shard that no manifest names: it is removed at the next start.
+A set of samples consists of chunks, each committed as one shard. Its manifest names the shards and is replaced after
+every chunk. A killed process leaves at most one shard that no manifest names; the next start removes it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MANIFESTS = "samples"
 
 @dataclass(frozen=True)
 class SampleSet:
-    """What to sample: `size` solutions of each problem in each role. `policy` is a digest of the writer, `name` its
-    own in the evaluation; `round` says where its shards lie and what the display shows. In a challenge game the
-    verifier of round `asking` asks about their steps; what a later one scores are the same dialogues."""
+    """What to sample: `size` solutions of each problem in each role. `policy`: a digest of the policy. `name`: the
+    policy's name in the evaluation. `round`: for the path of the shards and for the display. In a challenge game the
+    verifier of round `asking` asks about the steps; later verifiers score the same dialogues."""
 
     name: str
     round: int
@@ -63,10 +63,10 @@ def digest_of(study: EvaluationContext, wanted: SampleSet) -> str:
 
 
 async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
-    """The set's rollouts, in order of problems and roles: read where they are there, sampled where they are not.
+    """The set's rollouts in order of problems and roles, read from disk or sampled.
 
-    `load` publishes the policy; it is called only when something has to be sampled. Raises InterruptedByUser after a
-    chunk where a stop was asked for."""
+    `load` publishes the policy; it is called only if something must be sampled. Raises InterruptedByUser after a chunk
+    if a stop was requested."""
     for_ = digest_of(study, wanted)
     shards = _committed(study, wanted.name, for_)
     chunks = _chunks(study, wanted)
@@ -91,7 +91,7 @@ async def sampled(study: EvaluationContext, wanted: SampleSet, load: Callable[[]
 
 
 def is_complete(study: EvaluationContext, wanted: SampleSet) -> bool:
-    """Whether the whole set is on the disk."""
+    """Whether the whole set is on disk."""
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
 
@@ -147,7 +147,7 @@ def _committed(study: EvaluationContext, name: str, for_: str) -> list[ShardInfo
 
 
 def recover(study: EvaluationContext) -> int:
-    """Remove what a killed process left behind and what stale sets have left; how many files that were."""
+    """Remove files of killed processes and of stale sets; returns their number."""
     folder = study.folder / MANIFESTS
     remove_temporaries(folder)
     found = (read_json(path, "shards") for path in sorted(folder.glob("*.json")))
@@ -159,7 +159,7 @@ def recover(study: EvaluationContext) -> int:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """Rollouts with one verifier's scores, as arrays [N]. `pool` lists the problems that numbers stand for."""
+    """Rollouts with one verifier's scores, as arrays [N]. `pool`: the problems, indexed by `problems_N`."""
 
     rollouts: Sequence[Rollout]
     scores_N: Float32
@@ -175,7 +175,7 @@ class ScoredRollouts:
 
     @cached_property
     def flaws_N(self) -> Any:
-        """What the game calls a flaw (pvg.records.Rollout.is_flaw)."""
+        """Whether each rollout is a flaw (pvg.records.Rollout.is_flaw)."""
         return np.array([r.is_flaw for r in self.rollouts], dtype=bool)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Training policies that are no part of the run: attackers of a frozen verifier, and the correctness baseline.
+"""Trains policies outside the run: attackers of a frozen verifier, and the correctness baseline.
 
-Each has a folder of its own with a ledger like a run's, so that it is resumed like a run: killed at any instant it goes
-on from its last commit, and ends bit by bit like one that was never killed.
+Each has a separate folder with a ledger like a run's, so it resumes like a run: after a kill at any instant it
+continues from its last commit, and ends with the same bits as an uninterrupted training.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ DIGEST_FILE = "digest"
 
 @dataclass(frozen=True)
 class PolicyTraining:
-    """One policy's training: where its files lie below the evaluation, what it depends on, its settings, and the
-    number of steps after each of which the policy is kept (ascending; the last one ends the training)."""
+    """One policy's training: the place of its files in the evaluation, the digest of what it depends on, its settings,
+    and the numbers of steps after which the policy is kept (ascending; the last one ends the training)."""
 
     place: str
     digest: str
     experiment: Experiment
     round: int
-    phase: str  # as the display names it, and what it counts
-    unit: str
+    phase: str  # its name on the display
+    unit: str  # the unit that the display counts
     versions: int  # the range of its versions (pvg.evaluation.opened_run)
     kept: tuple[int, ...]
 
     def folder(self, study: EvaluationContext) -> Path:
-        """One for each digest: other settings train another policy beside this one, and discard nothing."""
-        older = study.folder / self.place  # where a course lay before its digest was part of the name
+        """One folder per digest: training with other settings discards nothing."""
+        older = study.folder / self.place  # the folder in versions that did not have the digest in the name
         mark = older / DIGEST_FILE
         if mark.exists() and mark.read_text() == self.digest:
             return older
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
     def written(self, study: EvaluationContext) -> OpenedRun:
-        """Its policies, for reading."""
+        """Read access to its policies."""
         return OpenedRun.open(RunDirectory(self.folder(study)))
 
 
@@ -61,7 +61,7 @@ def policy_name(steps: int) -> str:
 
 @contextmanager
 def opened(study: EvaluationContext, course: PolicyTraining) -> Iterator[Session]:
-    """The course's session: its ledger where it was left, or a new one where it was never begun."""
+    """The course's session, with its existing ledger, or with a new one if it never began."""
     folder = course.folder(study)
     mark = folder / DIGEST_FILE
     if not mark.exists():  # new, or killed before its first commit
@@ -88,10 +88,10 @@ def opened(study: EvaluationContext, course: PolicyTraining) -> Iterator[Session
 async def train(
     session: Session, course: PolicyTraining, verifier: ScoringModel, threshold: float, rule: TrainingStop | None = None
 ) -> None:
-    """Train to the end, from the last commit on; every policy to be kept is then among the ledger's weights.
+    """Train to the end from the last commit on. The ledger's weights then contain every policy to keep.
 
-    A `rule` that stops ends the training early, and what is kept is kept under the steps that were wanted. Raises
-    InterruptedByUser at a commit point, and TrainingDivergedError."""
+    If `rule` stops the training early, the policy is stored under the planned number of steps. Raises InterruptedByUser
+    at a commit point, and TrainingDivergedError."""
     ledger = session.ledger
     if ledger.state.phase is Phase.INIT:
         begun = replace(ledger.state, phase=Phase.TRAIN_PROVER, round=course.round)
@@ -121,7 +121,7 @@ async def _train_to(
         with span("checkpoint"):
             names = await save_policy(session, learner, policy_name(steps), meta)
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
-        # The next part publishes the policy that this one ended with once more, so as another version.
+        # The next part publishes the final policy of this one again, as another version.
         version = phase.version + 1
         progress = {**session.state.progress, "version": version}
         weights = (*session.state.weights, *names)
@@ -131,7 +131,7 @@ async def _train_to(
 
 
 class RenamingObserver:
-    """Passes on what a course tells, its phase under the name that the evaluation has for it."""
+    """Forwards what a course reports, with the evaluation's name for its phase."""
 
     def __init__(self, observer: Observer, phase: str, unit: str) -> None:
         self._observer = observer
@@ -158,13 +158,13 @@ class RenamingObserver:
 
 
 def kept_policy(session: Session, steps: int) -> Mapping[str, Any]:
-    """What `train` knew when it kept the policy of `steps` steps."""
+    """The metadata that `train` stored with the policy of `steps` steps."""
     _, meta = session.ledger.read_weights(policy_name(steps))
     return meta
 
 
 def probe_steps(total: int, probes: int, minibatches: int) -> tuple[int, ...]:
-    """At most `probes` numbers of steps up to `total`, evenly spaced, none within a sampled batch (but the last)."""
+    """At most `probes` numbers of steps up to `total`, evenly spaced, none within a batch (except the last)."""
     steps: Sequence[int] = [round(total * (number + 1) / probes) for number in range(probes)]
     whole = {step // minibatches * minibatches for step in steps[:-1]}
     return tuple(sorted({step for step in whole if step > 0} | {total}))

@@ -1,13 +1,13 @@
-"""What a study says: the JSON document, schema version 1, and how it is made from the runs.
+"""A study's results: the JSON document (schema version 1), and how it is made from the runs.
 
     results = collect(plan, command="pvg study quick")
     write_results(folder.results, results)
 
-The values of every seed are kept, so that whoever reads the document can do other statistics than ours. The JSON Schema
-that comes with pvg, `study.schema.json`, is made from these classes by `python -m pvg.study.results`.
+It keeps the values of every seed, so that readers can compute other statistics. `python -m pvg.study.results` writes
+the JSON Schema `study.schema.json` from these classes.
 
-Invariant: only complete games count, and only evaluations as the study asks for them; what is missing stands in `n` and
-in `cells`, never as a number.
+Invariant: only complete games count, and only evaluations that match the study. What is missing appears in `n` and in
+`cells`, never as a number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StudyRecord(BaseModel):
 
 
 class ArmRecord(StudyRecord):
-    """`settings` is what the arm sets by itself; `steps` are optimizer steps of one of its games, at most."""
+    """`settings`: what the arm itself sets. `steps`: the maximum optimizer steps of one of its games."""
 
     name: str
     experiment: str
@@ -49,7 +49,7 @@ class ArmRecord(StudyRecord):
 
 
 class CellRecord(StudyRecord):
-    """`seconds` are those of the game's phases. A cell that is not complete says why, if it failed."""
+    """`seconds`: of the game's phases. A cell that failed has the reason."""
 
     arm: str
     seed: int
@@ -72,8 +72,8 @@ class MeasureRecord(StudyRecord):
 
 
 class MeasureResult(StudyRecord):
-    """One measure of one arm. `series[seed]` are its values by round; `values[seed]` is the last one, which `summary`
-    is of, as `rounds[r]` is of round r. `trend` is None for a measure of the whole run."""
+    """One measure of one arm. `series[seed]`: its values by round. `values[seed]`: the last one. `summary` summarises
+    `values`, and `rounds[r]` the values of round r. `trend` is None for a measure of the whole run."""
 
     arm: str
     measure: str
@@ -91,7 +91,7 @@ class ComparisonRecord(StudyRecord):
 
 
 class StudyResults(StudyRecord):
-    """A study's results. `family` counts the comparisons that Holm's adjustment is over."""
+    """A study's results. `family`: the number of comparisons that Holm's adjustment covers."""
 
     schema_version: Literal[1] = 1
     name: str
@@ -134,7 +134,7 @@ class StudyResults(StudyRecord):
 
 
 def collect(plan: StudyPlan, command: str) -> StudyResults:
-    """Read every game that is complete and compute what they say together."""
+    """Read every complete game and compute the joint results."""
     folder = StudyFolder(plan.folder)
     facts: dict[tuple[str, int], RunFacts] = {}
     cells = []
@@ -227,7 +227,7 @@ def _known(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
 
 
 def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[ComparisonRecord]:
-    """Every other arm against the reference, adjusted over all of them."""
+    """Every other arm compared with the reference, adjusted over all comparisons."""
     if plan.reference is None:
         return []
     values = {(result.arm, result.measure): result.values for result in results}
@@ -252,18 +252,18 @@ def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[Comp
 
 
 def write_results(path: Path, results: StudyResults) -> None:
-    """Write the document whole or not at all. Raises MissingRequirementError when it cannot be written."""
+    """Write the document atomically. Raises MissingRequirementError if it cannot be written."""
     data = orjson.dumps(
         results.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
     )
     try:
         write_output(path, data)
     except OSError as error:
-        raise MissingRequirementError(f"The results {path} cannot be written: {error.strerror}.", "") from error
+        raise MissingRequirementError(f"Cannot write the results {path}: {error.strerror}.", "") from error
 
 
 def json_schema() -> bytes:
-    """The JSON Schema of a study's results, as it ships with pvg."""
+    """The JSON Schema of a study's results, as shipped with pvg."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **StudyResults.model_json_schema(mode="serialization"),

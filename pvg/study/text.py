@@ -1,5 +1,9 @@
-"""The results as short text: figures, and sentences on what they can and cannot say. The terminal, Markdown and the
-page share them.
+"""A study's results as short text and Markdown: figures, and sentences about their limits.
+
+The terminal, Markdown and the page share them.
+
+    markdown_text(results)                     # the tables
+    placed(document, results.name, tables)     # a document with the tables between its marks, otherwise unchanged
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ def measure_text(measure: MeasureRecord, value: float | None) -> str:
 
 
 def change_text(measure: MeasureRecord, value: float | None) -> str:
-    """A difference, with its sign; of shares in percentage points."""
+    """A difference with its sign; differences of shares are in percentage points."""
     if value is None:
         return ABSENT
     if measure.style == "share":
@@ -32,14 +36,14 @@ def change_text(measure: MeasureRecord, value: float | None) -> str:
 
 
 def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
-    """The mean; with censored values the median, which may lie among them."""
+    """The mean; with censored values the median, which may itself be censored."""
     if not summary.censored:
         return measure_text(measure, summary.mean)
     return f"median {measure_text(measure, summary.median)}" if summary.median is not None else "median not found"
 
 
 def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
-    """The 95 % interval of the mean, or what there is in its place."""
+    """The 95 % interval of the mean, or its replacement if there is none."""
     if summary.n == 0:
         return "no value"
     if summary.censored:
@@ -58,7 +62,7 @@ def range_text(measure: MeasureRecord, summary: SeedSummary) -> str:
 
 
 def _from_to(low: str, high: str) -> str:
-    """Two figures with their unit once."""
+    """A range of two figures with the unit written once."""
     for unit in (" %", " pp", " s"):
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
@@ -66,7 +70,7 @@ def _from_to(low: str, high: str) -> str:
 
 
 def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
-    """The middle of every round, as long as they fit."""
+    """The mean or median of every round, as many as fit."""
     if len(rounds) < 2:
         return ""
     told = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
@@ -82,7 +86,7 @@ def interval_text(measure: MeasureRecord, low: float | None, high: float | None)
 
 
 def signs_text(up: int, down: int, equal: int) -> str:
-    """Seeds that are higher, lower, neither."""
+    """Numbers of seeds that are higher, lower, equal."""
     return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
 
 
@@ -133,7 +137,7 @@ def cell_text(cell: CellRecord) -> str:
 
 
 def cautions(results: StudyResults) -> list[str]:
-    """What a reader must know before believing a figure: one sentence each."""
+    """What a reader must know before trusting a figure, one sentence each."""
     found = []
     missing = [cell for cell in results.cells if cell.status not in ("played", "complete")]
     unevaluated = [cell for cell in results.cells if cell.status == "played"]
@@ -147,13 +151,13 @@ def cautions(results: StudyResults) -> list[str]:
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
         found.append(
-            f"With {counted(most, 'seed')} there is no interval worth the name; "
-            "it takes three, and a table that is to convince somebody takes five or more."
+            f"With {counted(most, 'seed')} there is no useful interval. "
+            "An interval needs three seeds, and a convincing table five or more."
         )
     if any(result.summary.censored for result in results.results):
         found.append(
-            "Values that were not found within their limit count as larger than all others: they have a place in "
-            "medians and ranks, and none in means."
+            "Values that were not found within their limit count as larger than all others: they are part of "
+            "medians and ranks, but not of means."
         )
     found += _on_p_values(results)
     machines = {cell.machine for cell in results.cells if cell.machine}
@@ -172,7 +176,7 @@ def _on_p_values(results: StudyResults) -> list[str]:
     least, family = least_p(pairs), results.family
     said = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
     if least > LEVEL:
-        said += f": no difference can be called significant at {LEVEL}, however large"
+        said += f": no difference can be significant at {LEVEL}, however large"
     elif min(1.0, least * family) > LEVEL:
         said += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
     else:
@@ -183,32 +187,28 @@ def _on_p_values(results: StudyResults) -> list[str]:
     return [f"{said}. {needed}. Read the differences and the signs."]
 
 
-# The tables of a study as Markdown, for documents and papers.
-#
-# markdown_text(results)                     # the tables
-# placed(document, results.name, tables)     # a document with the tables between its marks, the rest as it was
+# --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
 def marks(name: str) -> tuple[str, str]:
-    """What begins and ends the part of a document that the tables of study `name` replace."""
+    """The marks before and after the part of a document that the tables of study `name` replace."""
     return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
 
 
 def placed(document: str, name: str, tables: str) -> str:
-    """`document` with `tables` between the marks of study `name`. What holds nothing, or tables of this study alone, is
-    replaced as a whole.
+    """`document` with `tables` between the marks of study `name`. A document that is empty, or has only tables of this
+    study, is replaced completely.
 
-    Raises ValueError for any other document without the marks, for a mark without the other, and for marks that are
-    there twice or around other marks.
+    Raises ValueError for any other document without the marks, with only one of them, or with repeated or nested marks.
     """
     begin, end = marks(name)
     count = (document.count(begin), document.count(end))
     if count == (0, 0) and (not document.strip() or document.startswith(f"## {name}\n")):
         return tables
     if count == (0, 0):
-        raise ValueError(f"it is no table of the study, and has no marks {begin} and {end} for them")
+        raise ValueError(f"it is not a table of the study, and has no marks {begin} and {end}")
     if count != (1, 1) or document.index(begin) > document.index(end):
-        raise ValueError(f"the marks {begin} and {end} are not there once each, in this order")
+        raise ValueError(f"the marks {begin} and {end} must occur once each, in this order")
     before, rest = document.split(begin)
     older, after = rest.split(end)
     if "<!-- " in older:

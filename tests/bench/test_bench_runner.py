@@ -65,8 +65,8 @@ def test_the_budget_is_that_of_the_kept_samples_and_closes() -> None:
         ("open", "There is nothing to open. Bring it."),
         ("sample", "There is nothing to sample. Bring it."),
         ("close", "There is nothing to close. Bring it."),
-        ("not_finite", "Measured no finite number: numbers_per_s = nan."),
-        ("derived", "Measured no finite number: share = inf."),
+        ("not_finite", "Measured a value that is not finite: numbers_per_s = nan."),
+        ("derived", "Measured a value that is not finite: share = inf."),
     ],
 )
 def test_what_fails_has_a_reason_and_no_metrics(fault: str, reason: str) -> None:

@@ -196,11 +196,11 @@ def test_a_profiles_own_sweep_is_what_is_measured_unless_it_is_settled() -> None
     [
         ("rollout", (), {"sweep": "serving.max_num_seqs=16,64"}, "fixed when a server starts.*--serve"),
         ("rollout", (), {"sweep": "serving.prefix_caching=true,false"}, "fixed when a server starts"),
-        ("rollout", (), {"serve": True}, "--server and --serve contradict"),
-        ("rollout", ("rollout.engine=torch",), {}, r"rollout\.engine is set by --server.*Drop --set"),
-        ("rollout", ("serving.servers=http://a:1",), {}, r"serving\.servers is set by --server"),
+        ("rollout", (), {"serve": True}, "--server and --serve cannot be used together"),
+        ("rollout", ("rollout.engine=torch",), {}, r"--server already sets rollout\.engine.*Drop --set"),
+        ("rollout", ("serving.servers=http://a:1",), {}, r"--server already sets serving\.servers"),
         ("rollout", (), {"sweep": "rollout.concurrency=8,16", "interleave": True}, "cannot be interleaved"),
-        ("data", (), {}, "'data' does not measure what servers do"),
+        ("data", (), {}, "'data' does not use servers"),
         ("sync", ("workload.pool=none",), {}, r"workload\.pool"),
     ],
 )

@@ -113,7 +113,7 @@ def test_demanded_and_missing_is_an_error_before_anything_runs(tmp_path: Path, w
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:
     made, _ = profiled(tmp_path / "out", py_spy=False)
-    assert made.missing == {"py-spy": "Left out (--no-py-spy)."}
+    assert made.missing == {"py-spy": "Left out because of --no-py-spy."}
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_process_that_may_not_be_looked_into(tmp_path: Path) -> None:
     )
     command = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.startswith("py-spy may not look into this process. Allow it: sudo sysctl"), done.stderr
+    assert done.stdout.startswith("py-spy may not inspect this process. Allow it: sudo sysctl"), done.stderr
 
 
 def test_a_py_spy_that_fails_says_why(tmp_path: Path) -> None:

@@ -230,8 +230,8 @@ def test_the_eager_loader_holds_all_of_its_file(temporary: Path) -> None:
     ("override", "complaint"),
     [
         ("workload.solutions=7", "must be even"),
-        ("workload.pairs=[100,50]", "must grow"),
-        ("workload.pairs=[50,50]", "must grow"),
+        ("workload.pairs=[100,50]", "must be in increasing order"),
+        ("workload.pairs=[50,50]", "must be in increasing order"),
         ("workload.pairs=[]", "workload.pairs"),
         ("workload.pairs=[0]", "workload.pairs"),
         ("workload.loader=lazy", "workload.loader"),

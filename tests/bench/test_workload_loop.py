@@ -309,7 +309,7 @@ def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.
         ("workload.batch=process", r"workload\.batch"),
         ("workload.lag_hz=5000", r"workload\.lag_hz"),
         ("workload.seconds=0", r"workload\.seconds"),
-        ("workload.rollouts=12", "no whole number of groups of 8"),
+        ("workload.rollouts=12", "not a multiple of rollout.group_size = 8"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(override: str, complaint: str) -> None:

@@ -188,7 +188,7 @@ def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_
     assert [attack["kind"] for attack in found["exploit"]] == ["cgc", "goodhart"]
     told = " ".join(outcome.report.notes)
     assert "No src attackers" in told
-    assert "right as often as its solver" in told
+    assert "correct as often as its solver" in told
     solved = {rollout.problem_id: rollout for rollout in OpenedRun.open(run).read_rollouts(0, "solve")}
     for name, rollouts in samples_of(run).items():
         for rollout in rollouts:
@@ -209,5 +209,5 @@ def test_what_a_game_has_not_is_left_out_and_refused_where_it_is_named() -> None
     assert attack_kinds(decoupled) == ["cgc"]
     assert attack_kinds(changed(asking(), evaluate={"attacks": ["goodhart", "src"]})) == ["src", "goodhart"]
     check_attacks(decoupled)
-    with pytest.raises(ConfigurationError, match="pays a translator"):
+    with pytest.raises(ConfigurationError, match="translator of the decoupled game earns no reward"):
         check_attacks(translating(["src"]))

@@ -165,7 +165,7 @@ def test_a_half_written_state_falls_back_to_the_commit_before(finished, tmp_path
     run.state.write_bytes(run.state.read_bytes()[:200])
     run, outcome, observer = run_game(small_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
-    assert any("commit before" in notice for notice in observer.notices)
+    assert any("previous commit" in notice for notice in observer.notices)
     assert weights_of(run) == weights_of(finished)
 
 

@@ -219,7 +219,7 @@ def test_no_verdict_is_made_up_when_the_sandbox_fails(monkeypatch: pytest.Monkey
 def test_less_isolation_than_asked_for_is_refused() -> None:
     for offered, said in (
         (frozenset(), "no system call filter"),
-        ({"seccomp"}, "no file system of its own"),
+        ({"seccomp"}, "no separate file system"),
         ({"namespaces", "landlock"}, "no system call filter"),
     ):
         with pytest.raises(MissingRequirementError, match=said) as refused:
@@ -235,7 +235,7 @@ def test_a_way_out_that_is_open_is_found_by_trying() -> None:
     assert held.complaints == []
     assert held.describe() == "full (landlock, seccomp)"
     unlimited = Isolation(held.given, {}, (), ("memory",))
-    assert unlimited.complaints == ["nothing limits memory (/proc tells this process nothing of it)"]
+    assert unlimited.complaints == ["nothing limits memory (this process cannot see it in /proc)"]
     leaking = Isolation(held.given, {}, ("reach_the_network",))
     assert leaking.complaints == ["a program could reach the network"]
     assert leaking.describe().startswith("reduced")

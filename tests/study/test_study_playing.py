@@ -278,7 +278,7 @@ def test_an_evaluation_that_fails_keeps_the_game() -> None:
     behave(cgc_seed_000="unevaluable")
     assert play(plan, Told())
     found = now(plan)["cgc-seed-000"]
-    assert (found.status, found.reason) == ("played", "ended with exit code 3 and said nothing")
+    assert (found.status, found.reason) == ("played", "ended with exit code 3 without output")
     behave()
     told = Told()
     assert play_cells(plan, plan.cells[:1], pvg=PVG, observer=told, stop=told)
@@ -362,4 +362,4 @@ def test_a_child_dies_with_its_owner() -> None:
     late = [sys.executable, child.__file__, "1", sys.executable, "-c", "print('ran')"]
     done = subprocess.run(late, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "is gone" in done.stderr
+    assert "has ended" in done.stderr

@@ -74,7 +74,7 @@ def test_what_is_missing_is_counted_and_told() -> None:
     assert [(cell.arm, cell.seed, cell.reason) for cell in results.failed] == [("src", 6, "It broke.")]
     told = " ".join(cautions(results))
     assert "3 of 14 games are not there (src seed 5, cgc seed 6, src seed 6): every figure is of the rest" in told
-    assert "With 5 pairs no p value can be below 0.0625: no difference can be called significant at 0.05" in told
+    assert "With 5 pairs no p value can be below 0.0625: no difference can be significant at 0.05" in told
 
 
 def test_a_game_that_is_not_evaluated_counts_where_no_evaluation_is_needed() -> None:
@@ -112,7 +112,7 @@ def test_two_seeds_and_different_machines_are_told() -> None:
     for place, cell in enumerate(plan.cells):
         finish(cell, {"helpful_accuracy": 0.5}, machine=f"machine {place % 2}", code_version=f"v{place % 2}")
     told = " ".join(cautions(results_of(plan)))
-    assert "With 2 seeds there is no interval worth the name" in told
+    assert "With 2 seeds there is no useful interval" in told
     assert "different machines or threads (machine 0; machine 1)" in told
     assert "different versions of pvg: v0, v1" in told
 
@@ -186,7 +186,7 @@ def test_tables_take_their_place_in_a_document_and_leave_the_rest() -> None:
         document.replace("small", "other"),
         document.replace("<!-- ", "<!--"),
     ):
-        with pytest.raises(ValueError, match="no table of the study, and has no marks"):
+        with pytest.raises(ValueError, match="not a table of the study, and has no marks"):
             placed(foreign, "small", "tables\n")
     nested = document.replace("old", "<!-- study other -->\n<!-- end of study other -->")
     with pytest.raises(ValueError, match="other marks between"):
@@ -198,7 +198,7 @@ def test_tables_take_their_place_in_a_document_and_leave_the_rest() -> None:
         document + document,
         "<!-- end of study small --><!-- study small -->",
     ):
-        with pytest.raises(ValueError, match="not there once each"):
+        with pytest.raises(ValueError, match="must occur once each"):
             placed(wrong, "small", "tables\n")
 
 

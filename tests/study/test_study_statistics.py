@@ -146,7 +146,7 @@ def test_the_least_p_of_five_seeds_is_a_sixteenth_and_what_it_would_take() -> No
     assert [least_p(n) for n in (1, 2, 5, 6)] == [1.0, 0.5, 0.0625, 0.03125]
     assert (seeds_needed(1), seeds_needed(6)) == (6, 8)
     assert 6 * least_p(8) <= 0.05 < 6 * least_p(7)
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="at least one pair"):
         least_p(0)
 
 

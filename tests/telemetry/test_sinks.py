@@ -269,7 +269,7 @@ def test_a_slow_sink_costs_points_and_never_the_run() -> None:
     slow.go.set()
     board.close()
     assert [p.step for p in slow.points] == [0, 1, 2, 3, 4, 5]
-    assert notices[1:] == ["5 points were left out of the metric sinks, which were too slow."]
+    assert notices[1:] == ["The metric sinks were too slow and miss 5 points."]
 
 
 def test_a_sink_that_hangs_does_not_keep_the_run() -> None:
@@ -281,7 +281,7 @@ def test_a_sink_that_hangs_does_not_keep_the_run() -> None:
     assert hung.begun.wait(30)
     board.close(limit_s=0.05)
     (notice,) = notices
-    assert "did not finish within 0.05 s: 1 points" in notice
+    assert "did not finish within 0.05 s: wandb may miss their end (1 points)" in notice
     assert all(thread.daemon for thread in board_threads())
     hung.go.set()
     for thread in board_threads():

@@ -1,11 +1,11 @@
 """Steps of the game on a shared machine: beside 0, 1 and 2 busy processes, with many threads or with few.
 
-    pvg bench --profile contention      # one thread for each core against the default, in turn
+    pvg bench --profile contention      # one thread per core against the default, in turn
 
-A sample is `steps` optimizer steps of the e2e workload with no busy process, then the same beside one, then beside
-two. The steps run in a child process (pvg.bench.workloads.contention_child), because two pools of threads in one
-process slow each other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside
-one busy process divided by the idle throughput of the same sample; 1 is ideal.
+A sample is `steps` optimizer steps of the e2e workload with no busy process, then beside one, then beside two. The
+steps run in a child process (pvg.bench.workloads.contention_child), because two thread pools in one process slow each
+other down. The child sleeps while the other variant is measured. `kept_1` is the throughput beside one busy process
+divided by the idle throughput of the same sample; 1 is ideal.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ LONGEST_LINE = 2**20
 
 
 class ContentionSettings(Section):
-    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: as many as cores,
-    or the default of models.threads."""
+    """The `[workload]` table. `steps`: optimizer steps for each number of busy processes. `threads`: one per core, or
+    the default of models.threads."""
 
     steps: Count = 1
     threads: Literal["cores", "default"] = "default"
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError if models.threads is set too, and for settings that e2e cannot measure."""
+    """Raises ConfigurationError if models.threads is set too, or for settings that e2e cannot measure."""
     own, experiment = workload_settings(ContentionSettings, settings), settings.experiment
     if experiment.models.threads:
         raise ConfigurationError(
@@ -63,8 +63,8 @@ class Contention:
 
     measures: Mapping[str, BenchMetric] = {
         "step_s": BenchMetric("s", "lower", "wall time of one optimizer step with no busy process beside it"),
-        "step_1_s": BenchMetric("s", "lower", "the same beside one busy process"),
-        "step_2_s": BenchMetric("s", "lower", "the same beside two busy processes"),
+        "step_1_s": BenchMetric("s", "lower", "wall time of one optimizer step beside one busy process"),
+        "step_2_s": BenchMetric("s", "lower", "wall time of one optimizer step beside two busy processes"),
         "kept_1": BenchMetric("1", "higher", "throughput beside one busy process, as a share of the idle throughput"),
         "kept_2": BenchMetric("1", "higher", "throughput beside two busy processes, as a share of the idle throughput"),
     }
@@ -108,8 +108,8 @@ class Contention:
         }
 
     def derived(self) -> dict[str, float]:
-        """The number of threads, and, by the number of busy processes, the share of their ready time in which they
-        waited for a core, over all samples. On other systems than Linux only the number of threads."""
+        """The number of threads and, on Linux, by number of busy processes, the share of their ready time in which the
+        threads waited for a core, over all samples."""
         found = {"threads": float(self._opened["threads"])}
         for beside, times in self._times.items():
             if ready_s := sum(time.ran_s + time.waited_s for time in times):
@@ -121,7 +121,7 @@ class Contention:
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.communicate()  # closes its pipes too, before the event loop ends
+            await process.communicate()  # also closes its pipes before the event loop ends
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ChildFailedError for an error that the child reports, RuntimeError if it has ended."""

@@ -1,20 +1,19 @@
-"""An engine in a process of its own that computes nothing: it has every completion beforehand, and hands each over
-after as long as a server would have sampled it.
+"""An engine in a separate process that computes nothing: it returns recorded completions after realistic delays.
 
     python -m pvg.bench.workloads.pipeline_child
 
-Reads one JSON object per line from standard input and writes one per line to standard output:
+Protocol: one JSON object per line on standard input and on standard output:
 
-    {"completions": {KEY: [token_ids, logprobs, finish_reason], ...}}     first of all
+    {"completions": {KEY: [token_ids, logprobs, finish_reason], ...}}     the first line
     {"pace": seconds, "sigma": s, "longest": n, "draw": i}
-                                                    half of the requests take longer than `seconds`, none n times that
+                                                    the median delay; no request takes more than n times that
     {"ask": KEY, "id": ID}                          -> {"id", "tokens", "logprobs", "finish", "spans", "service_s"}
     {"cancel": ID}                                  no answer
-    {"version": v}                                  -> {"version": v}: tokens from here on are of that version
+    {"version": v}                                  -> {"version": v}: later tokens have this version
 
-A request takes equally long whoever asks for it: its log-normal time follows from its key and the number of the draw
-alone. Updates do not interrupt it; its tokens come at an even pace and have the version of their moment. The end of the
-input ends it.
+The delay of a request is log-normal and depends only on its key and the number of the draw. A weight update does not
+interrupt requests. Tokens arrive at an even pace, each with the version current at that time. The process ends when its
+input ends.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PendingRequest:
     key: str
     began: float
     seconds: float
-    versions: list[tuple[float, int]]  # since when, which
+    versions: list[tuple[float, int]]  # (time, version current from then on)
     timer: asyncio.TimerHandle | None = field(default=None)
 
 
@@ -80,7 +79,7 @@ class EngineChild:
         spans: dict[int, int] = {}
         for since, version in asked.versions:
             start = min(len(tokens) - 1, int(len(tokens) * (since - asked.began) / took))
-            spans[start] = version  # of two versions that come with the same token, it has the newer
+            spans[start] = version  # if two versions arrive with the same token, the newer one counts
         self._say(
             {
                 "id": id_,
@@ -97,7 +96,7 @@ class EngineChild:
 
 
 def drawn_time(key: str, sigma: float, longest: int) -> float:
-    """How many times the median a request takes: log-normal, `sigma` the deviation of its logarithm."""
+    """The delay of a request in multiples of the median: log-normal, `sigma` the deviation of its logarithm."""
     return min(float(longest), math.exp(sigma * random.Random(key).gauss(0.0, 1.0)))
 
 

@@ -4,16 +4,16 @@
     pvg bench --profile sync --sweep rollout.max_rows=16,32,64,150
     pvg bench --profile sync --server http://127.0.0.1:8000        # a vLLM server: pvg.bench.workloads.sync_servers
 
-One sample: updates to the idle engine; the streams alone; the same streams while as many updates are made, one after
-the other at moments spread evenly over a batch; the streams with one update per step, as in training; the streams
-alone again. A step is over when a batch of the experiment (training.groups x rollout.group_size) has come back.
+One sample has five parts: updates of the idle engine; the streams alone; the same streams during as many updates back
+to back, at moments spread evenly over a batch; the streams with one update per step, as in training; the streams alone
+again. A step ends when a batch of the experiment (training.groups x rollout.group_size) has returned.
 
-Updates back to back are the worst case, and give enough samples for percentiles. `lost_back_to_back` and
-`lost_once_a_step` are the shares of its tokens per second that generation loses in the two cases.
+Back-to-back updates are the worst case and give enough samples for percentiles. `lost_back_to_back` and
+`lost_once_a_step` are the shares of its tokens/s that generation loses in the two cases.
 
-The torch engine decodes a batch to its end before it loads weights. So an update waits for the rest of one batch, and
-for nothing else: `queue_explained` is the share of the queue time in which a batch was being decoded, and
-`queue_batches_max` the longest queue time in units of the batch that it waited for.
+The torch engine finishes a batch before it loads weights, so an update should wait only for the rest of one batch.
+`queue_explained` is the share of the queue time during which a batch was decoded. `queue_batches_max` is the longest
+queue time in units of the batch that it waited for.
 """
 
 from __future__ import annotations
@@ -45,16 +45,12 @@ from pvg.telemetry.spans import span
 MEASURES: dict[str, BenchMetric] = (
     time_measures(TIMES)
     | RATES
-    | {
-        "batch_p50_ms": BenchMetric(
-            "ms", "lower", "decoding one batch of the engine while the updates are made: median"
-        )
-    }
+    | {"batch_p50_ms": BenchMetric("ms", "lower", "decoding one batch of the engine during the updates: median")}
 )
 
 
 class SyncSettings(Section):
-    """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
+    """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
     before and after."""
 
     streams: Count = 150
@@ -73,8 +69,8 @@ class SyncWorkload:
             max_tokens=experiment.rollout.max_tokens, stop_ids=(), temperature=experiment.rollout.temperature
         )
         self.measures: Mapping[str, BenchMetric] = MEASURES
-        self.loaded: list[tuple[RequestStreams, list[TimedUpdate]]] = []  # of every sample
-        self.rates: list[dict[str, float]] = []  # of every sample: RATES
+        self.loaded: list[tuple[RequestStreams, list[TimedUpdate]]] = []  # one per sample
+        self.rates: list[dict[str, float]] = []  # RATES, one per sample
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._settings.streams, self._settings.seed, self._executor)
@@ -125,9 +121,9 @@ class SyncWorkload:
         }
 
     def derived(self) -> dict[str, float]:
-        """Over all samples: how far the batch that ran explains the queue time (see the module); the fewest requests in
-        flight at an update; the share of the versions that served tokens; the share of tokens/s that the streams lose
-        to updates."""
+        """Over all samples: how far the running batch explains the queue time (see the module), the fewest requests in
+        flight at an update, the share of the versions that served tokens, and the share of tokens/s that the streams
+        lose to updates."""
         waits = [
             (
                 update.timing.queue_ms / 1e3,
@@ -151,7 +147,7 @@ class SyncWorkload:
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError when the engine would not take that many streams."""
+    """Raises ConfigurationError if the engine accepts fewer requests than there are streams."""
     if settings.experiment.rollout.engine == "vllm":
         from pvg.bench.workloads import sync_servers
 

@@ -1,21 +1,21 @@
-"""`sync` on vLLM servers: weight updates among streams of tokens, through a client of their own or generation's.
+"""`sync` on vLLM servers: weight updates among streams of tokens, through a dedicated client or generation's client.
 
     pvg bench --profile sync --server http://127.0.0.1:8000
     pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
 
-One sample: updates to idle servers; the streams alone; the same streams while as many updates are made back to back;
-the streams with one update per step, as in training; the streams alone again. A step is over when a batch of the
-experiment (training.groups x rollout.group_size) has come back. Tokens are streamed: the server sends each as it comes.
+One sample has the five parts of pvg.bench.workloads.sync: updates of idle servers; the streams alone; the streams
+during back-to-back updates; the streams with one update per step; the streams alone again. The servers stream each
+token as it is sampled.
 
-An update's wall time is the time of the call that makes a server load the files in the shared folder (of several
-servers, the slowest one's). rpc is the server's own time, from the first byte of the call to its reply; queue is the
-rest. Writing the folder comes before that and is called `stage`.
+An update's wall time is the time of the call that makes a server load the files in the shared folder (with several
+servers, the slowest one's). rpc is the server's time from the first byte of the call to its reply; queue is the rest.
+`stage`, writing the folder, comes before the call.
 
-`workload.pool` is the size of generation's pool of connections: one for each stream, as an HTTP client has it that was
-sized for its streams, or some to spare. It matters only where updates share the pool (weights.client = "shared").
+`workload.pool` is the size of generation's connection pool: one connection per stream, as in an HTTP client sized for
+its streams, or some to spare. It matters only if updates share the pool (weights.client = "shared").
 
-A percentile of few values is the luck of the largest of them. So `derived` has the percentiles over the updates of all
-samples together, and says how many those are: p99 means something from 100 on.
+A percentile of few values depends on chance. So `derived` has the percentiles over the updates of all samples together,
+with their number: p99 means something from 100 on.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from pvg.rollout.engine import Sampling
 from pvg.telemetry.event_loop import LagWindow, LoopLagMonitor
 from pvg.telemetry.spans import span
 
-SPARE = 50  # connections that no stream needs: more than all updates and probes at once
+SPARE = 50  # spare connections: more than all simultaneous updates and probes
 LAG_HZ = 100.0
-WITHIN = 0.25  # of a stream's time: the longest pause between two updates
+WITHIN = 0.25  # the longest pause between two updates, as a share of a stream's time
 
 TIMES = {
     "wall": "an update from the call to the reply",
-    "rpc": "the server at work on it: pause, load, resume",
+    "rpc": "the server's work on it: pause, load, resume",
     "queue": "the rest: waiting for a connection, for either event loop, for the network",
 }
-# Of `SyncTiming.parts`, with what they are.
+# Keys of `SyncTiming.parts` and their meanings.
 PARTS = {
-    "arrival": "the part of queue before the server saw the call's first byte",
-    "pause": "the engine brought to a halt between two steps, its caches dropped",
-    "load": "the weights read and put in place",
-    "resume": "the engine sent on its way",
-    "stage": "the weights written to the shared folder, before the call",
+    "arrival": "the part of queue before the server received the call's first byte",
+    "pause": "stopping the engine between two steps and dropping its caches",
+    "load": "reading the weights and loading them into the model",
+    "resume": "restarting the engine",
+    "stage": "writing the weights to the shared folder, before the call",
 }
 MEASURES: dict[str, BenchMetric] = (
     time_measures(TIMES)
     | {f"{part}_p50_ms": BenchMetric("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()}
     | RATES
-    | {"stream_p50_ms": BenchMetric("ms", "lower", "one request of a stream while the updates are made: median")}
+    | {"stream_p50_ms": BenchMetric("ms", "lower", "one request of a stream during the updates: median")}
 )
 
 
 class ServersSyncSettings(Section):
-    """The `[workload]` table: streams at once, updates per load, steps with an update each, requests of each stream
-    before and after; `pool`: connections for generation (see the module)."""
+    """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
+    before and after. `pool`: connections for generation (see the module)."""
 
     streams: Count = 150
     updates: Count = 20
@@ -87,8 +87,8 @@ class ServersSyncSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class LoadedUpdates:
-    """The updates of one sample that were made among the streams: in so many seconds, and how late this process' event
-    loop was meanwhile."""
+    """The updates that one sample made among the streams, the seconds that they took together, and the lag of this
+    process's event loop meanwhile."""
 
     streams: RequestStreams
     updates: list[TimedUpdate]
@@ -107,12 +107,12 @@ class ServersSync:
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, BenchMetric] = MEASURES
         self._loaded: list[LoadedUpdates] = []
-        self._rates: list[dict[str, float]] = []  # RATES of the same samples
+        self._rates: list[dict[str, float]] = []  # RATES, one per sample
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._own.streams, self._own.seed, self._executor)
         streams = self._streams()
-        await streams.run(lambda done: done < 1)  # whatever server and client do for the first time, they do now
+        await streams.run(lambda done: done < 1)  # first-time work of server and client happens here
         await streams.update()
 
     def _streams(self) -> RequestStreams:
@@ -171,10 +171,10 @@ class ServersSync:
         }
 
     def derived(self) -> dict[str, float]:
-        """Over the updates of all samples: how many, how many a second, and percentiles of their times. Then:
-        connections that generation had; the fewest requests in flight at an update; the share of the versions that
-        served tokens; how many tokens came at a time; the share of tokens/s that the streams lose to updates; the lag
-        of this process' event loop, its 99th percentile (median over samples) and its worst."""
+        """Over the updates of all samples: their number, their rate, and percentiles of their times. Also the
+        connections of generation, the fewest requests in flight at an update, the share of the versions that served
+        tokens, the tokens per chunk, the share of tokens/s that the streams lose to updates, and the lag of this
+        process's event loop (99th percentile as the median over samples, and maximum)."""
         samples = self._loaded
         updates = [update for sample in samples for update in sample.updates]
         found = {
@@ -207,7 +207,7 @@ def make(settings: BenchSettings) -> Workload:
 
 
 def with_pool(experiment: Experiment, own: ServersSyncSettings) -> Experiment:
-    """The experiment with as many requests at once as there are streams, and generation's pool as `own.pool` has it."""
+    """The experiment with one request in flight per stream, and with generation's pool sized by `own.pool`."""
     spare = own.pool == "spare"
     rollout = experiment.rollout.model_copy(update={"concurrency": own.streams + (SPARE if spare else 0)})
     serving = experiment.serving.model_copy(update={"connections": None if spare else own.streams})
@@ -218,7 +218,7 @@ def _require_known(updates: Iterable[TimedUpdate]) -> None:
     for update in updates:
         if "load_ms" not in update.timing.parts:
             raise ServerUnavailableError(
-                f"The reply to version {update.timing.version} of the weights was lost, and with it what it took.",
+                f"The reply to version {update.timing.version} of the weights was lost, so its timing is missing.",
                 "Repeat the benchmark.",
             )
 

@@ -1,7 +1,9 @@
-"""The templates of the problems that pvg makes: small functions of integers, lists and words.
+"""Generated programming problems: templates of small functions of integers, lists and words; equal in every process.
 
-A template's question and reference hold its parameters as `$k`; each choice of them is another problem. An argument
-knows how to draw itself, its smallest values, and the condition that says whether a value is one.
+A template's question and reference contain its parameters as `$k`; each choice of parameters is another problem. An
+argument can draw a value, list its smallest values, and state the condition for a valid value. Tests are drawn from
+these domains, the smallest inputs are hidden tests, and the reference computes the outputs. The domains are also the
+problem's check of certificates.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class IntegerListKind:
         return f"{self.name} is a list of {self.shortest} to {self.longest} integers from {self.least} to {self.most}"
 
     def draw(self, generator: random.Random) -> Any:
-        # From a narrow range now and then, so that numbers come again.
+        # Sometimes from a narrow range, so that numbers repeat.
         most = generator.choice((self.most, min(self.most, self.least + 5)))
         length = generator.randint(self.shortest, self.longest)
         return [generator.randint(self.least, most) for _ in range(length)]
@@ -123,7 +125,7 @@ class ProblemTemplate:
 
 
 def _loop(name: str, start: str, body: str, result: str = "total", arguments: str = "numbers") -> str:
-    """A reference that goes through its numbers once."""
+    """A reference with one loop over its numbers."""
     inner = "\n".join(f"        {line}" for line in body.splitlines())
     return f"def {name}({arguments}):\n    {start}\n    for x in numbers:\n{inner}\n    return {result}\n"
 
@@ -328,40 +330,36 @@ TEMPLATES: tuple[ProblemTemplate, ...] = (
 )  # fmt: skip
 
 
-# Programming problems made from templates (pvg.tasks.code.templates), the same in every process.
-#
-# A problem is a template with one choice of its parameters. Tests are drawn from the domains of the arguments, the
-# smallest inputs among the hidden ones, and their outputs are the reference's. The domains are also the problem's own
-# check of what a certificate names.
+# --- problems ---------------------------------------------------------------------------------------------------------
 
 HIDDEN_TESTS = 12
-DRAWS = 50  # per test that is wanted, to find inputs that are not there yet
+DRAWS = 50  # per required test, to find new inputs
 
 
 def made_problems(section: CodeTask, split: Split) -> list[Problem]:
-    """The split's problems: test problems first in one shuffle by `task.seed`, so that they stay when others are asked
-    for. Raises ConfigurationError when there are not as many."""
+    """The split's problems. In the shuffle by `task.seed`, test problems come first, so they do not change with the
+    number of problems. Raises ConfigurationError if there are too few."""
     everything = [(template, values) for template in TEMPLATES for values in template.choices()]
     _generator("order", section.seed).shuffle(everything)
     asked = section.problems + section.test_problems
     if asked > len(everything):
         raise ConfigurationError(
-            f"task.problems = {section.problems} and task.test_problems = {section.test_problems} are {asked}, and "
-            f"there are {len(everything)} problems to be made.",
-            "Ask for fewer, or read others with task.path.",
+            f"task.problems = {section.problems} and task.test_problems = {section.test_problems} are {asked} "
+            f"together, but there are only {len(everything)} generated problems.",
+            "Set fewer, or read other problems with task.path.",
         )
     chosen = everything[: section.test_problems] if split == "test" else everything[section.test_problems : asked]
     return [made(template, values, section) for template, values in chosen]
 
 
 def made(template: ProblemTemplate, values: dict[str, int], section: CodeTask) -> Problem:
-    """One problem; its id names the template and the parameters."""
+    """One problem. Its id names the template and the parameters."""
     reference = template.filled(template.reference, values)
     function = _function(reference, template.name)
     generator = _generator(template.name, sorted(values.items()), section.seed)
     inputs = _inputs(template, generator, section.visible_tests + HIDDEN_TESTS)
     tests = tuple(CodeTest(repr(given), plain(function(*given))) for given in inputs)
-    # The smallest inputs are where flaws hide, so they are no examples.
+    # The smallest inputs reveal flaws best, so they are not examples.
     visible, hidden = tests[-section.visible_tests :], tests[: -section.visible_tests]
     names = [argument.name for argument in template.arguments]
     conditions = " and ".join(f"({argument.condition})" for argument in template.arguments)
@@ -383,7 +381,7 @@ def made(template: ProblemTemplate, values: dict[str, int], section: CodeTask) -
 
 
 def _function(source: str, name: str) -> Callable[..., Any]:
-    """A reference of ours, from our own templates: nothing that a model has written gets here."""
+    """A reference from pvg's templates, as a function. Text of a model never gets here."""
     namespace: dict[str, Any] = {}
     exec(compile(source, f"{name}.py", "exec"), namespace)
     found: Callable[..., Any] = namespace[name]
@@ -391,7 +389,7 @@ def _function(source: str, name: str) -> Callable[..., Any]:
 
 
 def _inputs(template: ProblemTemplate, generator: random.Random, count: int) -> list[list[Any]]:
-    """`count` different argument lists, the smallest ones first; fewer where the domains hold fewer."""
+    """`count` different argument lists, the smallest ones first; fewer if the domains have fewer."""
     smallest = itertools.product(*(argument.edges for argument in template.arguments))
     found: dict[str, list[Any]] = {}
     for given in itertools.islice(smallest, HIDDEN_TESTS // 3):
