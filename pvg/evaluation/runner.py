@@ -227,7 +227,7 @@ async def assemble(study: EvaluationContext, rounds: Sequence[int], wanted: Sequ
             baseline = None
             told.append(
                 f"The tax is left out: it was measured against the baseline {baselines.choice(study)}, which cannot be "
-                f"read: {error.message} EvaluationRequest it again: --parts tax, with or without --baseline RUN."
+                f"read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
             )
         for round_ in range(study.ledger.rounds):
             found.append(await _assemble_round(study, round_, baseline, stale))

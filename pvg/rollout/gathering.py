@@ -173,7 +173,7 @@ class GroupSampling(Generic[T]):
 
     @property
     def cut(self) -> set[int]:
-        """Indices of the tasks that the deadline cut. SampleCall it when all tasks have ended."""
+        """Indices of the tasks that the deadline cut. Call it when all tasks have ended."""
         return {i for i, task in enumerate(self.tasks) if self.watch is not None and self.watch.was_cut(task)}
 
     @property

@@ -116,7 +116,7 @@ class _Cut:
             raise self._error
 
     def ended(self, unit: _Unit) -> None:
-        """SampleCall this when a rollout of `unit` has finished."""
+        """Call this when a rollout of `unit` has finished."""
         if unit.complete:
             self._complete += len(unit.indices)
             self._cut_if_enough()

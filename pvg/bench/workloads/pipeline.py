@@ -329,7 +329,7 @@ class PipelinedSteps:
         }
 
     async def _play(self, session: BenchSession, steps: int, skip: int) -> MeasuredSteps:
-        """MeasuredSteps a fresh phase; measure its steps after the first `skip`."""
+        """Play a fresh phase; measure its steps after the first `skip`."""
         clock = session.observer = StepClock()
         with span("reset"):
             await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
