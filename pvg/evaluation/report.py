@@ -245,10 +245,6 @@ def schema_text() -> bytes:
     return orjson.dumps(schema(), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
-if __name__ == "__main__":
-    SCHEMA_FILE.write_bytes(schema_text())
-
-
 # --- notes: limits of the numbers, in sentences -----------------------------------------------------------------------
 
 
@@ -330,3 +326,7 @@ def notes_of_results(rounds: Sequence[Mapping[str, Any]], error_rate: float) -> 
         "solutions (evaluate.attack_error_rate). So it could not succeed, which says nothing about the verifier."
         for kind, numbers in found.items()
     ]
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_bytes(schema_text())

@@ -3,12 +3,12 @@
 A broken connection or a missing reply does not show whether an update happened. But a server can be asked which weights
 it has, and sending the same label twice is harmless (protocol 1). So `deliver` finds out:
 
-    fault         asked       then
+    fault               asked       then
     ServerUnreachable   no          one more attempt after a pause: nothing was sent
     ConnectionBroken,
     ReplyTimeout,
-    MalformedReply     yes         has it: delivered, with unknown times; has it not: one more attempt; no answer: the
-    fault RefusedRequest       no          the fault: a server that refuses is not asked twice
+    MalformedReply      yes         has it: delivered, times unknown; has it not: one more attempt; no answer: the fault
+    RefusedRequest      no          the fault: a server that refuses is not asked twice
 """
 
 from __future__ import annotations
