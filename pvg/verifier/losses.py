@@ -9,8 +9,7 @@
 Source: Kirchner et al. 2024 (arXiv 2407.13692). lambda fixes the additive constant that Bradley-Terry leaves free.
 
 Invariant: `prepare` writes both means as weights for the whole batch, so losses and gradients of the micro-batches add
-up to those of the unsplit batch. A pair is never split. A solution in several micro-batches is penalised only in the
-first.
+up to those of the unsplit batch. A pair is never split; a solution in several micro-batches is penalised once.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class ScoreServers:
             if server.info is not None and server.info.max_model_len < needed:
                 raise ConfigurationError(
                     f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} accepts "
-                    f"{server.info.max_model_len} or fewer.",
+                    f"at most {server.info.max_model_len}.",
                     "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
                 )
 
