@@ -123,7 +123,6 @@ class Prefetcher:
             await self._scorer.drop()
 
     def _sample(self, role: Role, gate: Gate) -> Coroutine[Any, Any, Group]:
-        """Begin the role's next group."""
         return self._sampled(*self._queues[role].pop(), gate)
 
     async def _sampled(self, batch: int, order: GroupOrder, gate: Gate) -> Group:
@@ -154,7 +153,6 @@ class Prefetcher:
             self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
 
     def _check_scoring(self) -> None:
-        """Raise the exception of a failed background score."""
         done = {task for task in self._scoring if task.done()}
         self._scoring -= done
         errors = [error for task in done if (error := task.exception()) is not None]

@@ -101,7 +101,6 @@ class ValueTracker:
 
 
 def _means(keys: Sequence[Key], rewards_N: Float32 | Float64) -> dict[Role, float]:
-    """The mean reward of each role in the batch."""
     found: dict[Role, float] = {}
     for role in Role:
         rows_N = np.array([key[1] is role for key in keys], dtype=bool)

@@ -128,7 +128,6 @@ class PairObjective:
         return scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]], scores_N
 
     def _pair_loss(self, micro_batch: VerifierBatch, correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-        """The training loss: a sum over the micro-batch's pairs."""
         pair_weights_M = torch.from_numpy(_weights(micro_batch)[0]).to(correct_M.device)
         return (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
 
