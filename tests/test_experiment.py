@@ -374,8 +374,8 @@ def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str)
         (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
         (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 are too few"),
         (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "serves the verifier too"),
-        (["serving.servers=127.0.0.1:8000"], "is no address of a server"),
-        (["serving.servers=http://127.0.0.1:8000/v1"], "is no address of a server"),
+        (["serving.servers=127.0.0.1:8000"], "is not a server address"),
+        (["serving.servers=http://127.0.0.1:8000/v1"], "is not a server address"),
     ],
 )
 def test_servers_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
@@ -501,7 +501,7 @@ def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
 
 
 def test_a_setting_of_another_kind_of_task_is_named_as_such():
-    with pytest.raises(ConfigurationError, match=r"task\.path is a setting of task\.kind = 'gsm8k' or 'code' alone"):
+    with pytest.raises(ConfigurationError, match=r"task\.path is only valid for task\.kind = 'gsm8k' or 'code'"):
         build_experiment({"task": {"kind": "modchain", "path": "/data"}})
 
 

@@ -391,7 +391,6 @@ class OnPolicySource:
 
 
 def _batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
-    """The batch of these rollouts, without reference log-probs."""
     group_ids_N, role_ids_N = _groups_and_roles(rollouts)
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
@@ -430,6 +429,5 @@ def _measured(
 
 
 def _groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
-    """The group number and the role number of each rollout [N]."""
     groups_N = np.array([r.group for r in rollouts], dtype=np.int32)
     return groups_N, np.array([r.role.number for r in rollouts], dtype=np.int8)

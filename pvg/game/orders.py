@@ -105,7 +105,6 @@ class ProverOrders:
         return [pool[drawn[role].pop()] for role in roles]
 
     def _drawn(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        """Draw `count` positions in `problems`."""
         if self.curriculum is None:
             return [int(position) for position in generator.permutation(len(problems))[:count]]
         return self.curriculum.draw([problem.id for problem in problems], role, count, generator)

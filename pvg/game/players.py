@@ -133,7 +133,7 @@ class Players:
         return await run_in(self.batching, work)
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None) -> None:
-        """Send a policy to the engine: the whole model's tensors, and the adapter behind them if there is one."""
+        """Send a policy to the engine: the whole model's tensors, and its adapter if it has one."""
         (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:

@@ -9,10 +9,10 @@ Where scores are computed:
 
 All three give the same scores, because the verifier is frozen while the prover learns.
 
-A batch has the same role shares as the synchronous game's batch of the same number. Each role has its own queue, with
-that role's groups of the synchronous game in order and with their ids. When groups of a role become too stale and are
-dropped, the next groups of that role replace them. A rollout's `step` and `group` are those of the batch that trains
-it.
+A batch has the same role shares as the synchronous game's batch of the same number. Each role has its own queue. It
+holds that role's groups of the synchronous game, in the same order and with the same ids. When groups of a role become
+too stale and are dropped, the next groups of that role replace them. A rollout's `step` and `group` are those of the
+batch that trains it.
 
 A group's number is `batch * training.groups + place` in the synchronous game. A commit stores, for each role, the
 number up to which groups have begun. A resumed run continues there. So it never reuses the id of a committed rollout,
@@ -123,7 +123,6 @@ class Prefetcher:
             await self._scorer.drop()
 
     def _sample(self, role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
-        """Begin the role's next group."""
         return self._sampled(*self._queues[role].pop(), gate)
 
     async def _sampled(self, batch: int, order: GroupOrder, gate: AdmissionGate) -> Group:
@@ -154,7 +153,6 @@ class Prefetcher:
             self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
 
     def _check_scoring(self) -> None:
-        """Raise the exception of a failed background score."""
         done = {task for task in self._scoring if task.done()}
         self._scoring -= done
         errors = [error for task in done if (error := task.exception()) is not None]

@@ -4,7 +4,7 @@ Formulas: Kirchner et al. 2024 (arXiv 2407.13692) for src, cgc, goodhart and cor
 for decoupled; gated and composite are pvg's own, for solutions that are executed. c = correct, h = helpful (both 0/1),
 V = the verifier's score.
 
-A malformed solution is never role-aligned in either role, and its reward never exceeds that of a misaligned one.
+A malformed solution is never role-aligned, whatever its role, and its reward never exceeds that of a misaligned one.
 Without this rule the cheapest flaw of the sneaky role is to write no solution at all.
 """
 

@@ -156,8 +156,7 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
     """Roles of `count` groups in random order. The number of sneaky ones is `count * sneaky_share`, stochastically
     rounded to a whole number.
 
-    Exact shares instead of independent draws remove the sampling noise of the split from each batch, and keep its
-    expectation.
+    Shares are exact instead of drawn independently, which removes noise from each batch without changing its mean.
     """
     exact = count * sneaky_share
     sneaky = int(exact) + int(rng.random() < exact - int(exact))

@@ -26,7 +26,7 @@ class ValueTracker:
     """v, the expected reward of each (problem, role). `half_life`: in versions of the policy.
 
         tracker = ValueTracker(half_life=100.0)
-        values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards, then learns them
+        values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards; then it learns them
 
     Source: Single-stream Policy Optimization (arXiv 2509.13232). For rewards in [0, 1] its tracker is a Beta whose
     counts decay: alpha <- rho alpha + R, beta <- rho beta + 1 - R, v = alpha / (alpha + beta). With n = alpha + beta
@@ -101,7 +101,6 @@ class ValueTracker:
 
 
 def _means(keys: Sequence[Key], rewards_N: Float32 | Float64) -> dict[Role, float]:
-    """The mean reward of each role in the batch."""
     found: dict[Role, float] = {}
     for role in Role:
         rows_N = np.array([key[1] is role for key in keys], dtype=bool)
@@ -137,15 +136,15 @@ class RoleBaseline:
     """b, the average reward of each role.
 
         baseline = RoleBaseline()
-        baselines_N = baseline.observe(roles, rewards_N)            # b before these rewards, then learns them
+        baselines_N = baseline.observe(roles, rewards_N)            # b before these rewards; then it learns them
         advantages_N = credit.baseline_advantages(rewards_N, baselines_N, role_ids_N)
 
-    Source: role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b_role, read before the update
+    Source: role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b_role, then
     b_role <- d b_role + (1 - d) R. SPIRAL's R is the reward of one game. Here it is the mean over the role's rows of a
     batch, so that advantages do not depend on the order of rows.
 
-    An average that starts at 0 is too small for about 20 batches. With rewards of one sign, all advantages would then
-    have that sign. So
+    An average that starts at 0 stays too close to 0 for about 20 batches. With rewards of one sign, all advantages
+    would then have that sign. So
 
     - the average is divided by its total weight, 1 - d^n after n batches (Adam's correction, arXiv 1412.6980);
     - in a role's first batch, a row's baseline is the mean of the role's *other* rows (RLOO, arXiv 2402.14740). It does

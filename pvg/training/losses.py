@@ -11,7 +11,7 @@ Formulas: the table of docs/learning.md. r_t = pi / pi_sampled of token t, A is 
 *Decoupled clipping* (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) clips rows around the
 policy at batch start: r_t = pi / pi_start, and each token's objective is multiplied by the detached weight rho_t. This
 applies to stale rows (training.off_policy = "decoupled") or to all rows (training.importance). If pi_start equals
-pi_sampled, it is the plain loss.
+pi_sampled, the result is the plain loss.
 
 *Importance weights* correct for pi_start / pi_sampled, which is not 1 if a rollout is stale, or if a server's
 arithmetic differs from the trainer's. The variance of this ratio is unbounded, so rho is bounded:
@@ -56,7 +56,7 @@ LARGEST_LOG = 20.0  # bounds a sequence's product: e^20 exceeds any clip and sti
 
 
 def token_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """pi_start / mu of each token."""
+    """pi_start / pi_sampled of each token."""
     return log_ratios_BL.exp()
 
 

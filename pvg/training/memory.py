@@ -4,8 +4,8 @@
 The measure is the memory above what was held before, without the weights' gradients, whose size does not depend on the
 micro-batch. On CUDA it is the allocator's peak. CPU allocators report no peak; there it is what autograd saves for the
 backward pass, plus one chunk of logits. This depends on the micro-batch only, so a repeated or resumed run learns the
-same. (The process's resident size also depends on what malloc keeps.) It misses temporaries: 2 to 6 % of the peak that
-torch's profiler finds with a vocabulary of 64, up to 20 % with 32,000.
+same. (The process's resident size also depends on what malloc keeps.) The measure misses temporaries: 2 to 6 % of the
+peak that torch's profiler finds with a vocabulary of 64, up to 20 % with 32,000.
 
 Memory per token may grow with row length (attention), so each length class has its own figure.
 """
@@ -100,8 +100,7 @@ class SavedTensors:
 
 
 class AllocatorPeak:
-    """Measures the peak of CUDA's allocator. Reading it does not synchronize: the allocator's counters are on the
-    host."""
+    """Measures the peak of CUDA's allocator, without synchronizing: its counters are on the host."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._weights = [weight for weight in module.parameters() if weight.requires_grad]

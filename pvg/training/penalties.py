@@ -59,6 +59,7 @@ PENALTIES: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k3_k2": _k3_k
 
 
 # --- adaptive coefficients --------------------------------------------------------------------------------------------
+
 MOST_ERROR = 0.2  # relative error of the KL; Ziegler et al.'s value
 KL_RANGE = 1000.0  # maximal factor above or below training.kl, so that a long drift can be reversed
 

@@ -1,5 +1,4 @@
-"""Calibration: how well scores separate correct from incorrect solutions, thresholds, and scales of ensemble
-members."""
+"""Calibration: how well scores separate correct from incorrect solutions, thresholds, ensemble scales."""
 
 from __future__ import annotations
 

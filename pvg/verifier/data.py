@@ -203,7 +203,6 @@ class PairSource:
 
 
 def _drawing(stream: PairStream, section: sections.Verifier) -> Callable[[int], Pairs]:
-    """A function step -> pairs."""
     if section.pairing == "random":
         return lambda step: stream.draw(step, section.pairs)
     solutions = section.solutions_per_problem

@@ -9,8 +9,7 @@
 Source: Kirchner et al. 2024 (arXiv 2407.13692). lambda fixes the additive constant that Bradley-Terry leaves free.
 
 Invariant: `prepare` writes both means as weights for the whole batch, so losses and gradients of the micro-batches add
-up to those of the unsplit batch. A pair is never split. A solution in several micro-batches is penalised only in the
-first.
+up to those of the unsplit batch. A pair is never split; a solution in several micro-batches is penalised once.
 """
 
 from __future__ import annotations
@@ -129,7 +128,6 @@ class PairObjective:
         return scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]], scores_N
 
     def _pair_loss(self, micro_batch: VerifierBatch, correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-        """The training loss: a sum over the micro-batch's pairs."""
         pair_weights_M = torch.from_numpy(_weights(micro_batch)[0]).to(correct_M.device)
         return (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
 

@@ -7,7 +7,7 @@ out. W_e is the sum of w over the pairs of e.
     R_e = sum of w_m l_m / W_e over the pairs m of environment e         (w: a batch's pair weights, or 1)
 
     balanced     mean_e R_e
-    vrex         mean_e R_e + s Var_e(R_e)        (divided by E)               arXiv 2003.00688
+    vrex         mean_e R_e + s Var_e(R_e), Var with divisor E                 arXiv 2003.00688
     irm          mean_e R_e + s mean_e g_e^2,  g_e = d R_e(a V) / d a at a = 1 arXiv 1907.02893 (IRMv1)
     group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum                   arXiv 1911.08731, algorithm 1
 

@@ -3,8 +3,9 @@
 `pvg.servers.fleet` decides which servers are up and which one gets the next request.
 
 Invariant 2 on servers: an answer counts only if its server had the requested weights. A reply that names its weights is
-trusted. In addition, after all answers have arrived, the client asks each server for its boot id and label. Both only
-increase, so a server that still has both had them all the time. Answers of other servers are requested again.
+trusted. In addition, after all answers have arrived, the client asks each server for its boot id and label. A server
+never returns to an earlier boot id or label, so a server that still has both had them all the time. Answers of other
+servers are requested again.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class ScoreServers:
             if server.info is not None and server.info.max_model_len < needed:
                 raise ConfigurationError(
                     f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} accepts "
-                    f"{server.info.max_model_len} or fewer.",
+                    f"at most {server.info.max_model_len}.",
                     "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
                 )
 

@@ -141,7 +141,7 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
         (["-p", "gone.toml"], "no profile file gone.toml"),
         (["-p", "tiny", "-s", "workload.number=1"], "'workload.numbers'"),
         (["-p", "tiny", "-s", "rollout.maxrows=1"], "'rollout.max_rows'"),
-        (["-p", "tiny", "-s", "workload"], "not of the form key=value"),
+        (["-p", "tiny", "-s", "workload"], "must have the form key=value"),
         (["-p", "tiny", "--repeats", "0"], "--repeats"),
         (["-p", "tiny", "--ablate", "--sweep", "rollout.max_rows=1,2"], "cannot be used together"),
         (["-p", "tiny", "--replay", "nowhere"], "nowhere"),
