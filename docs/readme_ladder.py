@@ -1,6 +1,6 @@
-"""The README's table of the e2e ladder: the part between two comments, written from the report.
+"""The table of the e2e ladder in docs/measuring.md: the part between two comments, written from the report.
 
-text = with_ladder(readme, report)     # used by make_benchmarks.py
+text = with_ladder(guide, report)     # used by make_benchmarks.py
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ END = "<!-- end of the ladder -->"
 MEASURE = "step_s"
 
 
-def with_ladder(readme: str, report: BenchReport) -> str:
-    """The README with the ladder of `report` between its two marks. Raises UsageError where they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
+def with_ladder(guide: str, report: BenchReport) -> str:
+    """The guide with the ladder of `report` between its two marks. Raises UsageError where they are missing."""
+    before, begin, rest = guide.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise UsageError(f"The README lacks {BEGIN if not begin else END!r}.")
+        raise UsageError(f"The guide lacks {BEGIN if not begin else END!r}.")
     return "\n".join([before + begin, "", *ladder_lines(report), "", end + after])
 
 

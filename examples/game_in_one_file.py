@@ -1,6 +1,6 @@
 """A whole prover-verifier game in one file. Read this first.
 
-    python examples/game_in_one_file.py            # about a minute on 2 cores; no GPU, no download
+    python examples/game_in_one_file.py            # about a minute and a half on 2 cores; no GPU, no download
 
 One language model, the prover, answers under two prompts. Its helpful role is paid for correct solutions that convince
 the verifier. Its sneaky role is paid for wrong solutions that convince the verifier. A smaller model, the verifier,
@@ -58,7 +58,7 @@ ACCEPTED = 0.9
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is played. The defaults take about a minute."""
+    """How much is played. The defaults take 85 s of CPU time."""
 
     rounds: int = 2
     minted: int = 192  # problems per mint, with SAMPLES solutions of each
