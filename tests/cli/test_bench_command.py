@@ -187,7 +187,7 @@ import resource, signal, sys
 sys.path.insert(0, {tests!r})
 from tiny_workload import TinyWorkload
 from pvg.bench.workloads import WORKLOADS
-from cli.main import app
+from pvg_cli.main import app
 WORKLOADS["tiny"] = TinyWorkload
 {before}
 sys.exit(app(["bench", "-p", "tiny", *sys.argv[1:]], prog_name="pvg"))
@@ -225,7 +225,7 @@ def test_ctrl_c_stops_at_once_and_leaves_no_half_report(how: signal.Signals, loo
 
 def test_the_command_loads_no_torch_to_list_or_to_refuse() -> None:
     program = (
-        "import sys; from cli.main import app\n"
+        "import sys; from pvg_cli.main import app\n"
         "try: app(sys.argv[1:], prog_name='pvg')\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -9,11 +9,11 @@ from typing import Any
 from made_reports import higher, lower, made_report, variant
 from rich.console import Console
 
-from cli.bench_sync import cost_cells, has_updates, notes, update_cells
-from cli.bench_tables import report_text
 from pvg.bench.profile import load_profile
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.workloads.sync_servers import PARTS, TIMES
+from pvg_cli.bench_sync import cost_cells, has_updates, notes, update_cells
+from pvg_cli.bench_tables import report_text
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
 

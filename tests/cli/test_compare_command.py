@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from calling import pvg, pvg_process
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
-from cli.compare import parse_share
-from cli.compare_table import comparison_text
 from pvg.bench.compare import compare_reports
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
+from pvg_cli.compare import parse_share
+from pvg_cli.compare_table import comparison_text
 
 BASE = [1.00, 1.01, 0.99, 1.02, 0.98, 1.005, 0.995, 1.015]
 

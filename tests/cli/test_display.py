@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from run_samples import played
 
-from cli.board import Board
-from cli.display import Display, draw
-from cli.plain import SECONDS_BETWEEN_LINES, PlainLines
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg_cli.board import Board
+from pvg_cli.display import Display, draw
+from pvg_cli.plain import SECONDS_BETWEEN_LINES, PlainLines
 
 
 class Clock:

@@ -132,7 +132,7 @@ def test_a_report_needs_neither_torch_nor_transformers() -> None:
     played(Path("runs"))
     write_report(Path("a.json"), one())
     code = (
-        "import sys; from cli.main import app\n"
+        "import sys; from pvg_cli.main import app\n"
         "for target in ('first', 'a.json'):\n"
         "    app(['report', target, '--json'], standalone_mode=False)\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"

@@ -53,7 +53,7 @@ set = { game.reward = "src" }
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a study whose games are played by the stand-in."""
-    monkeypatch.setattr("cli.study.pvg_command", lambda: PVG)
+    monkeypatch.setattr("pvg_cli.study.pvg_command", lambda: PVG)
     Path("studies").mkdir()
     Path("studies/small.toml").write_text(SMALL)
     return "small"
@@ -217,7 +217,10 @@ def test_report_points_to_a_studys_page(small: str) -> None:
 # --- signals and real games -------------------------------------------------------------------------------------------
 
 # `pvg study` as a process of its own, its games played by the stand-in.
-STUDY = "import sys, cli.study; cli.study.pvg_command = lambda: {pvg!r}; from cli.main import app; app(prog_name='pvg')"
+STUDY = (
+    "import sys, pvg_cli.study; pvg_cli.study.pvg_command = lambda: {pvg!r}; "
+    "from pvg_cli.main import app; app(prog_name='pvg')"
+)
 
 
 def test_ctrl_c_stops_at_commit_points_and_says_how_to_go_on(small: str) -> None:

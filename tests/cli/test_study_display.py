@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
 from study_samples import SMALL, small
 
-from cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
 from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import Standing
 from pvg.study.plan import Evaluate
+from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyDisplay, StudyLines, draw
 
 ROUND = ({"helpful_accuracy": 0.61},)
 

@@ -179,7 +179,7 @@ def test_samples_of_a_hub_model_then_offline(
 TRAIN = """
 from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 1000  # bytes between two looks at what was asked; 10 MB by default
-from cli.main import app
+from pvg_cli.main import app
 app(["train", "-s", "models.prover.source=hf:tiny/prover"], prog_name="pvg")
 """
 

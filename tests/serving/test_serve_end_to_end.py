@@ -16,7 +16,7 @@ from test_serve_process import LIMIT_S, free_port
 
 from pvg.servers import supervisor
 
-ENTRY = [sys.executable, "-c", "import sys; from cli.main import app; sys.exit(app(prog_name='pvg'))"]
+ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 
 
 def stand_in_python(folder: Path, mode: str) -> Path:

@@ -14,7 +14,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from cli.bench_tables import number
 from pvg.bench.compare import (
     CONFIDENCE,
     LEAST_SAMPLES,
@@ -28,6 +27,7 @@ from pvg.bench.compare import (
 from pvg.bench.statistics import RatioInterval
 from pvg.reporting.figures import peak_words
 from pvg.reporting.terminal import HEADING, QUIET
+from pvg_cli.bench_tables import number
 
 MARKS = {"worse": ("✗", "red"), "better": ("✓", "green"), "too few samples": ("?", "yellow")}
 UNMARKED = ("·", "")

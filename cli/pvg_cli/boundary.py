@@ -53,7 +53,7 @@ PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.EMFILE: (MissingRequirementError, "Raise the limit on open files (ulimit -n), and try again."),
 }
 PATH_MISTAKES |= dict.fromkeys(DISK_FULL, (MissingRequirementError, "Make room on that disk, and try again."))
-PRINTING = frozenset({"cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
+PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
 EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

@@ -17,8 +17,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cli.display import WIDEST
-from cli.output import stderr
 from pvg.reporting.figures import clock, duration, figure, phase_label, shown
 from pvg.reporting.terminal import QUIET
 from pvg.study.cells import Standing
@@ -26,6 +24,8 @@ from pvg.study.measures import Measure
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import Ended, Job
 from pvg.telemetry.catalogue import METRICS
+from pvg_cli.display import WIDEST
+from pvg_cli.output import stderr
 
 NUMBERS = 3  # measures shown of each cell
 LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns of a cell's name and place, and of a number

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cli.output import quiet_table
 from pvg.reporting.figures import duration
 from pvg.reporting.terminal import HEADING, QUIET, section
 from pvg.study.cells import Standing
@@ -24,6 +23,7 @@ from pvg.study.text import (
     threads_each,
     trend_cells,
 )
+from pvg_cli.output import quiet_table
 
 MARKS = {
     "complete": ("✓", "green"),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
 from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.bench.compare import Comparison
@@ -58,9 +58,9 @@ def compare(
 
     The ratio of medians stands with a bootstrap interval, adjusted for the number of metrics, and with a rank test.
     """
-    from cli.compare_table import comparison_text, failure_line, markdown_text
-    from cli.output import stdout
     from pvg.bench.compare import compare_reports
+    from pvg_cli.compare_table import comparison_text, failure_line, markdown_text
+    from pvg_cli.output import stdout
 
     threshold = parse_share(fail_above) if fail_above is not None else None
     if as_json and markdown == STDOUT:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.boundary import say
-from cli.resolve import DEFAULT_EXPERIMENT, resolve
 from pvg.config.experiment import Experiment, differences, load_experiment, read_override
 from pvg.config.sections import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, refuse_name
+from pvg_cli.boundary import say
+from pvg_cli.resolve import DEFAULT_EXPERIMENT, resolve
 
 
 @dataclass(frozen=True, slots=True)

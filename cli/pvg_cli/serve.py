@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from cli.options import SetOption
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
+from pvg_cli.options import SetOption
 
 if TYPE_CHECKING:
-    from cli.serve_display import ServeView
     from pvg.config.experiment import Experiment
     from pvg.servers.command import ServerSpec
     from pvg.servers.process import ServerFailedError, VllmServer
+    from pvg_cli.serve_display import ServeView
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # What a trainer must be told to use a server of each purpose.
@@ -63,13 +63,13 @@ def serve(
 
     With --json, the one document comes when the server is ready, and the command goes on serving.
     """
-    from cli.resolve import resolve
-    from cli.serve_display import view
     from pvg.errors import UsageError
     from pvg.hub import fetch_all, pinned
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
     from pvg.servers.process import check_port
+    from pvg_cli.resolve import resolve
+    from pvg_cli.serve_display import view
 
     key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"
     experiment = pinned(resolve(name, overrides or []), say, (key,))

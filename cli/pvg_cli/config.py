@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from cli.options import ExperimentArgument, SetOption
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import ExperimentArgument, SetOption
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
 
@@ -25,8 +25,8 @@ def show(
     debug: DebugOption = False,
 ) -> None:
     """Print every setting of an experiment, defaults included, as TOML."""
-    from cli.output import print_toml
-    from cli.resolve import resolve
+    from pvg_cli.output import print_toml
+    from pvg_cli.resolve import resolve
 
     resolved = resolve(experiment, overrides or [])
     if as_json:
@@ -44,7 +44,7 @@ def validate(
     debug: DebugOption = False,
 ) -> None:
     """Check an experiment; exit 2 and name the key when it cannot work."""
-    from cli.resolve import resolve
+    from pvg_cli.resolve import resolve
 
     resolved = resolve(experiment, overrides or [])
     warnings = resolved.warnings()
@@ -67,8 +67,8 @@ def schema(
     debug: DebugOption = False,
 ) -> None:
     """List every key with its type and default; with --json, the JSON schema."""
-    from cli.output import print_schema
-    from cli.resolve import resolve
+    from pvg_cli.output import print_schema
+    from pvg_cli.resolve import resolve
 
     resolved = resolve(experiment, []) if experiment else None
     if as_json:

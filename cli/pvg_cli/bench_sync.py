@@ -13,10 +13,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cli.output import quiet_table
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import median
 from pvg.reporting.terminal import QUIET, section
+from pvg_cli.output import quiet_table
 
 PROFILE = "sync"
 TIMES = ("wall", "rpc", "queue")

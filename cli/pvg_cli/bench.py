@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from cli.options import RunsOption, SetOption
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
+from pvg_cli.options import RunsOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
@@ -83,11 +83,11 @@ def bench(
 
     Exit code 1, 2 or 3 when a variant failed; the report then says why.
     """
-    from cli.output import stdout
     from pvg.bench.report import write_report
     from pvg.bench.variants import plan_bench, run_plan
     from pvg.errors import UsageError
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
 
     if profile is None:
         if overrides or sweep or ablate or tune or replay or out or server or serve:
@@ -97,7 +97,7 @@ def bench(
     given = list(overrides or [])
     given += [f"{key}={value}" for key, value in (("repeats", repeats), ("warmup", warmup)) if value is not None]
     if tune:
-        from cli.bench_tune import run_tune
+        from pvg_cli.bench_tune import run_tune
 
         if sweep or ablate or replay or server or serve or interleave is not None:
             raise UsageError("--tune chooses its own variants.", "Give it --set, --repeats, --warmup and --out alone.")
@@ -131,7 +131,7 @@ def bench(
         emit(result.report.plain())
         say(f"Written to {path}.")
     else:
-        from cli.bench_tables import report_text
+        from pvg_cli.bench_tables import report_text
 
         stdout().print(report_text(result.report, path, _next_commands(path, result.report)))
     if result.exit_code:
@@ -139,9 +139,9 @@ def bench(
 
 
 def _list_profiles(as_json: bool) -> None:
-    from cli.bench_tables import profiles_table
-    from cli.output import stdout
     from pvg.bench.profile import known_profiles, read_profile
+    from pvg_cli.bench_tables import profiles_table
+    from pvg_cli.output import stdout
 
     paths = known_profiles()
     profiles = {name: read_profile(path) for name, path in paths.items()}
@@ -279,7 +279,7 @@ def _progress(plan: Plan) -> Iterator[tuple[OnSample, OnServer]]:
     samples only, by no thread of its own: nothing of it runs while something is measured."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from cli.output import stderr
+    from pvg_cli.output import stderr
 
     console = stderr()
     if not console.is_terminal or console.is_dumb_terminal:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import pvg as package
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunsOption, SetOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import RunsOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.study.cells import Standing, StudyFolder
@@ -113,9 +113,9 @@ def _command(
 
 
 def _list(as_json: bool) -> None:
-    from cli.output import stdout
-    from cli.study_tables import studies_table
     from pvg.study.plan import known_studies, read_study
+    from pvg_cli.output import stdout
+    from pvg_cli.study_tables import studies_table
 
     paths = known_studies()
     if as_json:
@@ -131,8 +131,8 @@ def _about(path: Path) -> dict[str, str]:
 
 
 def _show_plan(plan: StudyPlan, now: dict[str, Standing], as_json: bool) -> None:
-    from cli.output import stdout
-    from cli.study_tables import plan_table
+    from pvg_cli.output import stdout
+    from pvg_cli.study_tables import plan_table
 
     if not as_json:
         stdout().print(plan_table(plan, now))
@@ -185,18 +185,18 @@ def counted_stops() -> Iterator[StopRequests]:
 
 def pvg_command() -> list[str]:
     """What starts this pvg, whatever stands on PATH or in the current folder."""
-    root = str(Path(package.__file__).parent.parent)
+    roots = list(dict.fromkeys(str(Path(file).parent.parent) for file in (package.__file__, __file__)))
     code = (
-        f"import sys; {root!r} in sys.path or sys.path.insert(0, {root!r}); "
-        "from cli.main import app; sys.exit(app(prog_name='pvg'))"
+        f"import sys; sys.path[:0] = [root for root in {roots!r} if root not in sys.path]; "
+        "from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"
     )
     return [sys.executable, "-P", "-c", code]
 
 
 def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
     """Play what is left under the display; whether all of it was tried (false: stopped)."""
-    from cli.study_display import StudyBoard, watcher_for
     from pvg.study.playing import play_cells
+    from pvg_cli.study_display import StudyBoard, watcher_for
 
     for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
         say(f"warning: {warning}.")
@@ -255,8 +255,8 @@ def _placed(path: Path, name: str, tables: str) -> str:
 
 def _tell(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:
     """The tables, what to type next, and the exit code."""
-    from cli.output import stdout
-    from cli.study_tables import results_text
+    from pvg_cli.output import stdout
+    from pvg_cli.study_tables import results_text
 
     if as_json:
         status = "stopped" if not finished else "failed" if results.failed else "complete"

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
-from cli.board import Board
-from cli.boundary import EXIT_STOPPED
-from cli.display import Display
-from cli.output import stderr
-from cli.plain import PlainLines
 from pvg.telemetry.event_loop import runner
+from pvg_cli.board import Board
+from pvg_cli.boundary import EXIT_STOPPED
+from pvg_cli.display import Display
+from pvg_cli.output import stderr
+from pvg_cli.plain import PlainLines
 
 Watcher = Display | PlainLines
 Result = TypeVar("Result")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from cli.options import RunsOption, SetOption
 from pvg.errors import UsageError
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
+from pvg_cli.options import RunsOption, SetOption
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,9 +85,9 @@ def _of_run(run: str, runs: Path, out: Path | None) -> Profiled:
 def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
 ) -> Profiled:
-    from cli.resolve import DEFAULT_EXPERIMENT
     from pvg.bench.profiling.passes import stage_of, stage_settings
     from pvg.bench.profiling.profile import profile_stage
+    from pvg_cli.resolve import DEFAULT_EXPERIMENT
 
     chosen = stage_of(stage)
     settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)
@@ -111,7 +111,7 @@ def _show(made: Profiled) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from cli.output import stdout
+    from pvg_cli.output import stdout
 
     console = stdout()
     console.print(Text(made.title, style="bold"))
@@ -140,7 +140,7 @@ def _origin(made: Profiled) -> str:
 def _frames_table(made: Profiled) -> Table:
     from rich.text import Text
 
-    from cli.output import quiet_table
+    from pvg_cli.output import quiet_table
 
     table = quiet_table()
     table.add_column("share", justify="right", no_wrap=True)
@@ -157,7 +157,7 @@ def _frames_table(made: Profiled) -> Table:
 
 
 def _passes_table(made: Profiled) -> Table:
-    from cli.output import quiet_table
+    from pvg_cli.output import quiet_table
 
     table = quiet_table()
     table.show_header = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.boundary import emit, say
+from pvg_cli.boundary import emit, say
 
 if TYPE_CHECKING:
     from pvg.bench.runner import SampleTaken
@@ -50,8 +50,8 @@ def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: 
 
 
 def _show(tuned: Tuned, path: Path) -> None:
-    from cli.bench_tables import failures, sweep_table
-    from cli.output import stdout
+    from pvg_cli.bench_tables import failures, sweep_table
+    from pvg_cli.output import stdout
 
     console = stdout()
     for (key, value), report in zip(tuned.choices, tuned.reports, strict=True):

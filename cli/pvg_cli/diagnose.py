@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunsOption
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import RunsOption
 
 if TYPE_CHECKING:
     from pvg.config.sections import Telemetry
@@ -36,9 +36,9 @@ def diagnose(
     debug: DebugOption = False,
 ) -> None:
     """Name what holds a run up: queues, reloads, checkpoints, an idle trainer, stragglers, a late event loop."""
-    from cli.output import stdout
     from pvg.reporting.diagnosis import diagnose as look
     from pvg.reporting.diagnosis.rendering import rendered
+    from pvg_cli.output import stdout
 
     refused = _checked(fail_on or [])
     sources, telemetry = _sources(logs, runs)

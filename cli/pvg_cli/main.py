@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, rollout, serve, study, train
-from cli.boundary import Commands
 from pvg import __version__
 from pvg.spinning import bound_spinning
+from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, rollout, serve, study, train
+from pvg_cli.boundary import Commands
 
 # transformers draws progress bars of its own while it unpacks weights, right through the live display.
 os.environ.setdefault("TQDM_DISABLE", "1")

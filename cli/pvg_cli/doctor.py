@@ -15,9 +15,9 @@ from typing import Literal
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded
-from cli.options import RunsOption
 from pvg.errors import EXIT_CHECK_FAILED, install_extra
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded
+from pvg_cli.options import RunsOption
 
 Verdict = Literal["ok", "missing", "notice"]
 
@@ -71,7 +71,7 @@ def _print(findings: list[Finding], healthy: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from cli.output import stdout
+    from pvg_cli.output import stdout
 
     marks = {"ok": ("✓", "green"), "missing": ("✗", "bold red"), "notice": ("·", "yellow")}
     table = Table.grid(padding=(0, 2))

@@ -10,8 +10,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cli.bench_sync import has_updates, update_tables
-from cli.output import quiet_table
 from pvg.bench.compare import Gain, gains, headline_of
 from pvg.bench.profile import Profile
 from pvg.bench.report import BenchReport, Samples, Variant
@@ -19,6 +17,8 @@ from pvg.bench.runner import WALL
 from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.figures import duration, sparkline
 from pvg.reporting.terminal import HEADING, QUIET, VERIFIER, BudgetBar, section
+from pvg_cli.bench_sync import has_updates, update_tables
+from pvg_cli.output import quiet_table
 
 BETTER = {"lower": "↓", "higher": "↑"}
 SAMPLE_BARS = 7

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TextIO
 
-from cli.board import Board
 from pvg.reporting.figures import clock, compact, duration, figure, phase_label
 from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg_cli.board import Board
 
 SECONDS_BETWEEN_LINES = 10.0  # a log of an hour's run stays readable
 

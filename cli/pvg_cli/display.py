@@ -24,10 +24,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cli.board import Board
 from pvg.reporting.figures import clock, compact, duration, figure, phase_label, shown, trend
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
 from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg_cli.board import Board
 
 WIDEST = 120  # a wider panel is harder to read, not richer
 COMFORTABLE_HEIGHT = 26  # rows below which the panel gives up its blank lines

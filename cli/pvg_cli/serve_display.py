@@ -22,13 +22,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cli.output import stderr, stdout
 from pvg.reporting.figures import clock, compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import Figures
 from pvg.servers.pool import ServerFault
 from pvg.servers.process import ALL_STAGES, READY, Stage, VllmServer
+from pvg_cli.output import stderr, stdout
 
 LOOK_S = 2.0  # between two looks at /metrics
 LINE_S = 30.0  # at least, between two lines without a terminal

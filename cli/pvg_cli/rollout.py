@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import ExperimentArgument, MetricsPortOption, SetOption, metrics_port_override
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import ExperimentArgument, MetricsPortOption, SetOption, metrics_port_override
 
 if TYPE_CHECKING:
     import asyncio
 
-    from cli.driving import Watcher
     from pvg.game.run import Outcome
+    from pvg_cli.driving import Watcher
 
 
 def register(app: typer.Typer) -> None:
@@ -39,12 +39,12 @@ def rollout(
     debug: DebugOption = False,
 ) -> None:
     """Only sample and store: rollout.group_size solutions per problem and role, graded."""
-    from cli.board import Board
-    from cli.driving import drive, watcher_for
-    from cli.resolve import resolve
-    from cli.runs import create, plan_new
-    from cli.train import last_words
     from pvg.hub import fetch_all
+    from pvg_cli.board import Board
+    from pvg_cli.driving import drive, watcher_for
+    from pvg_cli.resolve import resolve
+    from pvg_cli.runs import create, plan_new
+    from pvg_cli.train import last_words
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     plan = plan_new(resolve(experiment, settings), run_name, suffix="-samples")
@@ -71,12 +71,12 @@ def rollout(
 
 
 def _tell(outcome: Outcome, as_json: bool) -> None:
-    from cli.output import stdout
-    from cli.runs import report_command
     from pvg.reporting.examples import choose_examples
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import report
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command
 
     run = RunDirectory(outcome.run)
     if as_json:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import MetricsPortOption, SetOption, metrics_port_override
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import MetricsPortOption, SetOption, metrics_port_override
 
 if TYPE_CHECKING:
     import asyncio
 
-    from cli.driving import Watcher
-    from cli.runs import Plan
     from pvg.game.run import Outcome
+    from pvg_cli.driving import Watcher
+    from pvg_cli.runs import Plan
 
 
 class TrainCommand(TyperCommand):
@@ -68,10 +68,10 @@ def train(
 
     Ctrl-C stops at the next commit point; pvg train --resume goes on from there.
     """
-    from cli.resolve import resolve
-    from cli.runs import plan_new, plan_resume
     from pvg.errors import UsageError
     from pvg.hub import fetch_all
+    from pvg_cli.resolve import resolve
+    from pvg_cli.runs import plan_new, plan_resume
 
     if resume is not None and run_name is not None:
         raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
@@ -94,8 +94,8 @@ def train(
 def _show_plan(plan: Plan, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from cli.output import arithmetic_table, print_toml, stdout
     from pvg.hub import KEYS, download_of, hub_ids
+    from pvg_cli.output import arithmetic_table, print_toml, stdout
 
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
@@ -122,10 +122,10 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 
 def _play(plan: Plan, as_json: bool) -> Outcome:
     """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
-    from cli.board import Board
-    from cli.driving import drive, watcher_for
-    from cli.runs import create
     from pvg.reporting.run_summary import read_run
+    from pvg_cli.board import Board
+    from pvg_cli.driving import drive, watcher_for
+    from pvg_cli.runs import create
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
@@ -152,10 +152,10 @@ def last_words(run: str, as_json: bool) -> bytes:
 
 def _tell(outcome: Outcome, plan: Plan, as_json: bool) -> None:
     """The table by round, what to type next, and the exit code."""
-    from cli.output import stdout
-    from cli.runs import report_command, resume_command
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import closing
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command, resume_command
 
     summary = read_run(plan.run)
     stopped = outcome.status == "interrupted"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunsOption
 from pvg.errors import StateError, UsageError
+from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import RunsOption
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
@@ -91,13 +91,13 @@ def _refuse_study(target: str, runs: Path) -> None:
 
 
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
-    from cli.output import stdout
     from pvg.reporting import terminal
     from pvg.reporting.evaluation_tables import evaluation_tables
     from pvg.reporting.examples import choose_examples
     from pvg.reporting.page.document import write_page
     from pvg.reporting.page.run_page import collect, run_page
     from pvg.reporting.run_summary import read_run
+    from pvg_cli.output import stdout
 
     summary = read_run(run)
     chosen = choose_examples(run, examples) if examples else []
@@ -126,7 +126,6 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
-    from cli.output import stdout
     from pvg.reporting import terminal
     from pvg.reporting.page.document import write_page
     from pvg.reporting.page.several_page import (
@@ -137,6 +136,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         several_page,
     )
     from pvg.reporting.run_summary import read_run
+    from pvg_cli.output import stdout
 
     summaries = [read_run(directory) for directory in directories]
     differing = setting_differences([directory.experiment().plain() for directory in directories])
@@ -171,8 +171,8 @@ def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
 
 
 def _print_reports(paths: list[Path], reports: list[BenchReport]) -> None:
-    from cli.bench_tables import report_text
-    from cli.output import stdout
+    from pvg_cli.bench_tables import report_text
+    from pvg_cli.output import stdout
 
     for path, found in zip(paths, reports, strict=True):
         others = [shlex.quote(str(other)) for other in paths if other != path]

@@ -88,7 +88,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
 
 def print_schema(experiment: Experiment | None) -> None:
     """Every key with its type and its default, or an experiment's value."""
-    from cli.schema import setting_rows
+    from pvg_cli.schema import setting_rows
 
     table = quiet_table()
     table.add_column("key", no_wrap=True)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from cli.options import RunArgument, RunsOption, SetOption
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.options import RunArgument, RunsOption, SetOption
 
 if TYPE_CHECKING:
     import asyncio
 
-    from cli.driving import Watcher
     from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import Outcome, Request
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.driving import Watcher
 
 
 def register(app: typer.Typer) -> None:
@@ -108,9 +108,9 @@ def _refuse_early(run: RunDirectory) -> None:
 
 
 def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_json: bool) -> Outcome:
-    from cli.board import Board
-    from cli.driving import drive, watcher_for
-    from cli.train import last_words
+    from pvg_cli.board import Board
+    from pvg_cli.driving import drive, watcher_for
+    from pvg_cli.train import last_words
 
     async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
         from pvg.evaluation.runner import evaluate as measure
@@ -137,10 +137,10 @@ def _phases(request: Request) -> tuple[str, ...]:
 
 def _tell(outcome: Outcome, run: RunDirectory, again: str, as_json: bool) -> None:
     """What was found, where it lies, and after Ctrl-C how to go on: `again`, the settings included."""
-    from cli.output import stdout
-    from cli.runs import report_command
     from pvg.evaluation.report import REPORT_FILE
     from pvg.reporting.evaluation_tables import evaluation_tables
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command
 
     stopped = outcome.status == "interrupted"
     if as_json:
