@@ -34,8 +34,7 @@ from pvg.bench.compare import Gain, gains, headline_of
 from pvg.bench.report import BenchReport, Environment, Samples, Variant, read_report
 from pvg.bench.statistics import median
 from pvg.errors import PvgError, UsageError
-from pvg_cli.bench_sync import client_of, cost_cells, has_updates, notes, update_cells
-from pvg_cli.bench_tables import number
+from pvg_cli.bench_tables import client_of, cost_cells, has_updates, notes, number, update_cells
 from pvg_cli.compare_table import markdown_rows
 
 HERE = Path(__file__).parent

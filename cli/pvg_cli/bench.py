@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from pvg_cli.options import RunsOption, SetOption
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RunsOption,
+    SetOption,
+    emit,
+    emit_error,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
     from pvg.bench.servers import OnServer
+    from pvg.bench.tuning import Tuned
     from pvg.bench.variants import Plan
 
 REPORTS = Path("bench")  # where reports go without --out
@@ -97,8 +107,6 @@ def bench(
     given = list(overrides or [])
     given += [f"{key}={value}" for key, value in (("repeats", repeats), ("warmup", warmup)) if value is not None]
     if tune:
-        from pvg_cli.bench_tune import run_tune
-
         if sweep or ablate or replay or server or serve or interleave is not None:
             raise UsageError("--tune chooses its own variants.", "Give it --set, --repeats, --warmup and --out alone.")
         run_tune(profile, given, out, as_json)
@@ -158,7 +166,7 @@ def _list_profiles(as_json: bool) -> None:
         stdout().print(profiles_table(profiles))
 
 
-# --- the report's file -----------------------------------------------------------------------------------------------
+# --- the report's file ----------------------------------------------------------------------------------------------
 
 
 def _output(out: Path | None, plan: Plan) -> Path:
@@ -270,7 +278,7 @@ def _earlier(path: Path, report: BenchReport) -> Path | None:
     return None
 
 
-# --- progress --------------------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -307,3 +315,55 @@ def _plain_line(taken: SampleTaken) -> None:
     label = f"{taken.label}: " if taken.label else ""
     note = " (warm-up)" if taken.warmup else ""
     say(f"{label}sample {taken.number} of {taken.of}{note}, {taken.wall_s:.3g} s")
+
+
+# --- --tune -----------------------------------------------------------------------------------------------------------
+
+
+def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: bool) -> None:
+    """Tune, write the file, tell. Raises what `pvg.bench.tuning.tune` raises, UsageError for a file that cannot be
+    written, before anything is measured."""
+    from pvg.bench.profile import find_profile, read_profile
+    from pvg.bench.tuning import to_tune, tune
+    from pvg.errors import UsageError
+    from pvg.store.atomic import write_output
+
+    to_tune(profile, overrides)
+    name = read_profile(find_profile(profile)).name
+    path = out if out is not None else REPORTS / f"{name}-tuned.toml"
+    if path.suffix != ".toml" or path.is_dir():
+        raise UsageError(f"{path} is no TOML file.", "Name one: --out FILE.toml")
+    if out is not None and not path.parent.is_dir():
+        raise UsageError(f"There is no folder {path.parent}.", f"mkdir -p {shlex.quote(str(path.parent))}")
+    words = ["pvg", "bench", "--profile", profile, "--tune"]
+    words += [word for override in overrides for word in ("--set", override)]
+    tuned = tune(profile, overrides, command=shlex.join(words), on_sample=_plain_line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_output(path, tuned.to_toml().encode())
+    if as_json:
+        emit(
+            {
+                "settings": dict(tuned.choices),
+                "file": str(path),
+                "reports": [report.plain() for report in tuned.reports],
+            }
+        )
+        say(f"Written to {path}.")
+    else:
+        _show_tuned(tuned, path)
+
+
+def _show_tuned(tuned: Tuned, path: Path) -> None:
+    from pvg_cli.bench_tables import failures, sweep_table
+    from pvg_cli.output import stdout
+
+    console = stdout()
+    for (key, value), report in zip(tuned.choices, tuned.reports, strict=True):
+        console.print(sweep_table(report))
+        for line in failures(report):
+            console.print(line)
+        console.print(f"{key} = {value}", style="bold", highlight=False)
+        console.print()
+    this = shlex.quote(f"@{path}")
+    console.print(f"Written to {path}. Next:", highlight=False)
+    console.print(f"  pvg train --set {this}", highlight=False, soft_wrap=True)

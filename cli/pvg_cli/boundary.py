@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, TypeVar
 
@@ -58,6 +59,24 @@ EXIT_STOPPED = 130  # what shells report for a program ended by SIGINT
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+ExperimentArgument = Annotated[
+    str, typer.Argument(metavar="[NAME|FILE]", help="An experiment of ./experiments or of pvg, or a TOML file.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Change a setting, such as training.steps=30, or those of a TOML file: @FILE; repeatable.",
+    ),
+]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.")]
+RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that holds the runs.")]
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option("--metrics-port", metavar="PORT", help="Serve the metrics to Prometheus on 127.0.0.1:PORT."),
+]
 
 # typer brings its own copy of click in newer versions; this is the base of its usage errors in all of them.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -227,3 +246,8 @@ class UsageDocument:
             error.message = one_line(error.message)
         if self.as_json and isinstance(error, CommandLineError):
             emit_error("UsageError", str(error), "See --help.", EXIT_USAGE)
+
+
+def metrics_port_override(port: int | None) -> list[str]:
+    """The setting that `--metrics-port` stands for, as an override."""
+    return [] if port is None else [f"telemetry.metrics_port={port}"]

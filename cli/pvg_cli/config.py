@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from pvg_cli.options import ExperimentArgument, SetOption
+from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, say
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from pvg.config.experiment import Experiment
+
+ABSENT = object()
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
 
@@ -26,7 +34,7 @@ def show(
 ) -> None:
     """Print every setting of an experiment, defaults included, as TOML."""
     from pvg_cli.output import print_toml
-    from pvg_cli.resolve import resolve
+    from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, overrides or [])
     if as_json:
@@ -44,7 +52,7 @@ def validate(
     debug: DebugOption = False,
 ) -> None:
     """Check an experiment; exit 2 and name the key when it cannot work."""
-    from pvg_cli.resolve import resolve
+    from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, overrides or [])
     warnings = resolved.warnings()
@@ -67,8 +75,7 @@ def schema(
     debug: DebugOption = False,
 ) -> None:
     """List every key with its type and default; with --json, the JSON schema."""
-    from pvg_cli.output import print_schema
-    from pvg_cli.resolve import resolve
+    from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, []) if experiment else None
     if as_json:
@@ -77,3 +84,86 @@ def schema(
         emit(Experiment.model_json_schema())
     else:
         print_schema(resolved)
+
+
+# --- the settings as rows: key, type, default -------------------------------------------------------------------------
+
+
+def setting_rows() -> list[tuple[str, str, Any]]:
+    """(dotted key, type as text, default) of every setting; the task's once per kind, as `task (gsm8k).path`."""
+    from pydantic import BaseModel
+
+    from pvg.config.experiment import Experiment
+    from pvg.config.sections import TASKS
+
+    rows: list[tuple[str, str, Any]] = []
+
+    def walk(section: BaseModel, prefix: str) -> None:
+        for name, info in type(section).model_fields.items():
+            value = getattr(section, name)
+            if name == "task" and not prefix:
+                for kind, task in TASKS.items():
+                    walk(task(), f"task ({kind}).")
+            elif isinstance(value, BaseModel):
+                walk(value, f"{prefix}{name}.")
+            else:
+                rows.append((f"{prefix}{name}", type_text(info.annotation), value))
+
+    walk(Experiment(), "")
+    return rows
+
+
+def type_text(annotation: Any) -> str:
+    """A type as a user reads it: `integer`, `"a" or "b"`, `number, or left out`."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return type_text(get_args(annotation)[0])
+    if origin is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        parts = [type_text(part) for part in get_args(annotation) if part is not type(None)]
+        return " or ".join(parts) + (", or left out" if type(None) in get_args(annotation) else "")
+    if origin is tuple:
+        return f"list of {type_text(get_args(annotation)[0])}"
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", dict: "table"}
+    return names.get(origin or annotation, str(annotation))
+
+
+def print_schema(experiment: Experiment | None) -> None:
+    """Every key with its type and its default, or an experiment's value."""
+    from rich.text import Text
+
+    from pvg_cli.output import quiet_table, stdout
+
+    table = quiet_table()
+    table.add_column("key", no_wrap=True)
+    table.add_column("type", style="cyan")
+    table.add_column("default" if experiment is None else experiment.name)
+    for key, kind, default in setting_rows():
+        if experiment is None:
+            table.add_row(Text(key), Text(kind), Text(toml_value(default)))
+        elif (value := value_at(experiment, key)) is not ABSENT:
+            table.add_row(Text(key.replace(f" ({experiment.task.kind})", "")), Text(kind), Text(toml_value(value)))
+    stdout().print(table)
+
+
+def value_at(experiment: Experiment, key: str) -> Any:
+    """The value of a row of `setting_rows`; ABSENT for the settings of another kind of task."""
+    node: Any = experiment
+    for part in key.split("."):
+        name, _, kind = part.partition(" ")
+        node = getattr(node, name)
+        if kind and kind != f"({node.kind})":
+            return ABSENT
+    return node
+
+
+def toml_value(value: Any) -> str:
+    """As it would stand in a TOML file; empty for what is left out."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return str(value) if isinstance(value, (int, float, dict)) else f'"{value}"'

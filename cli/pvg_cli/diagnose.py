@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from pvg_cli.options import RunsOption
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.config.sections import Telemetry

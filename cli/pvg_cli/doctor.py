@@ -16,8 +16,7 @@ from typing import Literal
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, install_extra
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded
-from pvg_cli.options import RunsOption
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
 

@@ -16,11 +16,9 @@ from types import FrameType
 from typing import Any, Literal, TypeVar
 
 from pvg.telemetry.event_loop import runner
-from pvg_cli.board import Board
 from pvg_cli.boundary import EXIT_STOPPED
-from pvg_cli.display import Display
 from pvg_cli.output import stderr
-from pvg_cli.plain import PlainLines
+from pvg_cli.run_display import Board, Display, PlainLines
 
 Watcher = Display | PlainLines
 Result = TypeVar("Result")

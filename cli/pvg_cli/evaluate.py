@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from pvg_cli.options import RunArgument, RunsOption, SetOption
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    SetOption,
+    emit,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -108,8 +117,8 @@ def _refuse_early(run: RunDirectory) -> None:
 
 
 def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_json: bool) -> Outcome:
-    from pvg_cli.board import Board
     from pvg_cli.driving import drive, watcher_for
+    from pvg_cli.run_display import Board
     from pvg_cli.train import last_words
 
     async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:

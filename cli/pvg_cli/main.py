@@ -14,7 +14,7 @@ import typer
 
 from pvg import __version__
 from pvg.spinning import bound_spinning
-from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, rollout, serve, study, train
+from pvg_cli import bench, compare, config, diagnose, doctor, evaluate, profile, report, serve, study, train
 from pvg_cli.boundary import Commands
 
 # transformers draws progress bars of its own while it unpacks weights, right through the live display.
@@ -47,7 +47,6 @@ def main(
 
 
 train.register(app)
-rollout.register(app)
 serve.register(app)
 bench.register(app)
 compare.register(app)

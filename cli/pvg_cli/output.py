@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
-from rich.text import Text
 
 if TYPE_CHECKING:
     from pvg.config.experiment import BatchArithmetic, Experiment
@@ -84,47 +83,6 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
         ("optimizer steps in all", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
     ]
-
-
-def print_schema(experiment: Experiment | None) -> None:
-    """Every key with its type and its default, or an experiment's value."""
-    from pvg_cli.schema import setting_rows
-
-    table = quiet_table()
-    table.add_column("key", no_wrap=True)
-    table.add_column("type", style="cyan")
-    table.add_column("default" if experiment is None else experiment.name)
-    for key, kind, default in setting_rows():
-        if experiment is None:
-            table.add_row(Text(key), Text(kind), Text(toml_value(default)))
-        elif (value := value_at(experiment, key)) is not ABSENT:
-            table.add_row(Text(key.replace(f" ({experiment.task.kind})", "")), Text(kind), Text(toml_value(value)))
-    stdout().print(table)
-
-
-ABSENT = object()
-
-
-def value_at(experiment: Experiment, key: str) -> Any:
-    """The value of a row of `setting_rows`; ABSENT for the settings of another kind of task."""
-    node: Any = experiment
-    for part in key.split("."):
-        name, _, kind = part.partition(" ")
-        node = getattr(node, name)
-        if kind and kind != f"({node.kind})":
-            return ABSENT
-    return node
-
-
-def toml_value(value: Any) -> str:
-    """As it would stand in a TOML file; empty for what is left out."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    return str(value) if isinstance(value, (int, float, dict)) else f'"{value}"'
 
 
 def quiet_table() -> Table:

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import UsageError
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from pvg_cli.options import RunsOption, SetOption
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    JsonOption,
+    RunsOption,
+    SetOption,
+    emit,
+    emit_error,
+    guarded,
+    say,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,7 +96,7 @@ def _of_stage(
 ) -> Profiled:
     from pvg.bench.profiling.passes import stage_of, stage_settings
     from pvg.bench.profiling.profile import profile_stage
-    from pvg_cli.resolve import DEFAULT_EXPERIMENT
+    from pvg_cli.runs import DEFAULT_EXPERIMENT
 
     chosen = stage_of(stage)
     settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)

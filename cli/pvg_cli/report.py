@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import StateError, UsageError
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
-from pvg_cli.options import RunsOption
+from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport

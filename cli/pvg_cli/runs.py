@@ -8,14 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pvg.config.experiment import Experiment, differences, load_experiment, read_override
+from pvg.config.experiment import Experiment, differences, find_experiment, load_experiment, read_override
 from pvg.config.sections import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError
+from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.run_summary import read_run, unfinished_runs
 from pvg.store.run_directory import RunDirectory, refuse_name
 from pvg_cli.boundary import say
-from pvg_cli.resolve import DEFAULT_EXPERIMENT, resolve
+
+DEFAULT_EXPERIMENT = "modchain"
+
+
+def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
+    """The experiment `name` (a name or a file; None: the default) with the overrides applied, validated, and
+    the files of the user's own that it names found."""
+    experiment = load_experiment(find_experiment(DEFAULT_EXPERIMENT if name is None else name), overrides)
+    check_references(experiment)
+    return experiment
 
 
 @dataclass(frozen=True, slots=True)

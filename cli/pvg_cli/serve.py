@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, emit_error, guarded, say
-from pvg_cli.options import SetOption
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, SetOption, emit, emit_error, guarded, say
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
@@ -68,7 +67,7 @@ def serve(
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
     from pvg.servers.process import check_port
-    from pvg_cli.resolve import resolve
+    from pvg_cli.runs import resolve
     from pvg_cli.serve_display import view
 
     key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"

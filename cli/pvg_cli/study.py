@@ -15,8 +15,7 @@ import typer
 
 import pvg as package
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from pvg_cli.options import RunsOption, SetOption
+from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.study.cells import Standing, StudyFolder
@@ -115,7 +114,7 @@ def _command(
 def _list(as_json: bool) -> None:
     from pvg.study.plan import known_studies, read_study
     from pvg_cli.output import stdout
-    from pvg_cli.study_tables import studies_table
+    from pvg_cli.study_display import studies_table
 
     paths = known_studies()
     if as_json:
@@ -132,7 +131,7 @@ def _about(path: Path) -> dict[str, str]:
 
 def _show_plan(plan: StudyPlan, now: dict[str, Standing], as_json: bool) -> None:
     from pvg_cli.output import stdout
-    from pvg_cli.study_tables import plan_table
+    from pvg_cli.study_display import plan_table
 
     if not as_json:
         stdout().print(plan_table(plan, now))
@@ -256,7 +255,7 @@ def _placed(path: Path, name: str, tables: str) -> str:
 def _tell(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:
     """The tables, what to type next, and the exit code."""
     from pvg_cli.output import stdout
-    from pvg_cli.study_tables import results_text
+    from pvg_cli.study_display import results_text
 
     if as_json:
         status = "stopped" if not finished else "failed" if results.failed else "complete"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, emit, guarded, say
-from pvg_cli.options import MetricsPortOption, SetOption, metrics_port_override
+from pvg_cli.boundary import (
+    EXIT_STOPPED,
+    DebugOption,
+    ExperimentArgument,
+    JsonOption,
+    MetricsPortOption,
+    SetOption,
+    emit,
+    guarded,
+    metrics_port_override,
+    say,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -33,6 +43,7 @@ class TrainCommand(TyperCommand):
 
 def register(app: typer.Typer) -> None:
     app.command("train", cls=TrainCommand)(train)
+    app.command("rollout")(rollout)
 
 
 @guarded
@@ -70,8 +81,7 @@ def train(
     """
     from pvg.errors import UsageError
     from pvg.hub import fetch_all
-    from pvg_cli.resolve import resolve
-    from pvg_cli.runs import plan_new, plan_resume
+    from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None and run_name is not None:
         raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
@@ -123,8 +133,8 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
 def _play(plan: Plan, as_json: bool) -> Outcome:
     """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
     from pvg.reporting.run_summary import read_run
-    from pvg_cli.board import Board
     from pvg_cli.driving import drive, watcher_for
+    from pvg_cli.run_display import Board
     from pvg_cli.runs import create
 
     run = plan.run if plan.resume else create(plan)
@@ -179,4 +189,74 @@ def _tell(outcome: Outcome, plan: Plan, as_json: bool) -> None:
         commands[f"{report_command(plan.run)} --json"] = "the same for a program"
         stdout().print(closing(summary, outcome.seconds, commands))
     if stopped:
+        raise typer.Exit(EXIT_STOPPED)
+
+
+# --- pvg rollout: sample and grade, without a verifier or training ----------------------------------------------------
+
+
+@guarded
+def rollout(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    run_name: Annotated[
+        str | None, typer.Option("--name", metavar="RUN", help="Name the run instead of numbering it.")
+    ] = None,
+    problems: Annotated[
+        int | None, typer.Option("--problems", "-n", min=1, help="How many problems; without it, all of the split.")
+    ] = None,
+    role: Annotated[
+        Literal["both", "helpful", "sneaky"], typer.Option("--role", help="Which role's prompt to use.")
+    ] = "both",
+    split: Annotated[Literal["train", "test"], typer.Option("--split", help="Which problems to use.")] = "test",
+    metrics_port: MetricsPortOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Only sample and store: rollout.group_size solutions per problem and role, graded."""
+    from pvg.hub import fetch_all
+    from pvg_cli.driving import drive, watcher_for
+    from pvg_cli.run_display import Board
+    from pvg_cli.runs import create, plan_new, resolve
+
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    plan = plan_new(resolve(experiment, settings), run_name, suffix="-samples")
+    resolved = plan.experiment
+    if plan.notice:
+        say(plan.notice)
+    fetch_all(resolved, say, ("models.prover.source", "task.path"))
+    run = create(plan)
+
+    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+        from pvg.game.sample_only import sample_only
+
+        return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
+
+    board = Board(resolved.name, run.name, rounds=1, phases=("init",))
+    with run.lock(discard=lambda: not run.has_state):
+        outcome = drive(
+            work,
+            watcher_for(board, resolved.telemetry.refresh_per_second),
+            last_words(run.name, as_json),
+            resolved.telemetry.event_loop,
+        )
+    _tell_samples(outcome, as_json)
+
+
+def _tell_samples(outcome: Outcome, as_json: bool) -> None:
+    from pvg.reporting.examples import choose_examples
+    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.terminal import report
+    from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command
+
+    run = RunDirectory(outcome.run)
+    if as_json:
+        document = {"status": outcome.status, "run": run.name, "path": str(run.path), "seconds": outcome.seconds}
+        emit({**document, "metrics": outcome.rounds[-1] if outcome.rounds else {}})
+    else:
+        stdout().print(report(read_run(run), choose_examples(run)))
+        say(f"\nAgain: {report_command(run)}")
+    if outcome.status == "interrupted":
         raise typer.Exit(EXIT_STOPPED)

@@ -12,8 +12,7 @@ from rich.console import Console
 from pvg.bench.profile import load_profile
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.workloads.sync_servers import PARTS, TIMES
-from pvg_cli.bench_sync import cost_cells, has_updates, notes, update_cells
-from pvg_cli.bench_tables import report_text
+from pvg_cli.bench_tables import cost_cells, has_updates, notes, report_text, update_cells
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
 

@@ -149,7 +149,7 @@ def test_a_full_disk_without_a_name_is_not_the_output(monkeypatch: pytest.Monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pvg_cli.resolve.resolve", full)
+    monkeypatch.setattr("pvg_cli.runs.resolve", full)
     called = pvg("config", "show")
     assert_refused(called, 3, "No space left on device")
     assert "output" not in called.err

@@ -12,9 +12,7 @@ from run_samples import played
 
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.observer import PhaseInfo, Progress
-from pvg_cli.board import Board
-from pvg_cli.display import Display, draw
-from pvg_cli.plain import SECONDS_BETWEEN_LINES, PlainLines
+from pvg_cli.run_display import SECONDS_BETWEEN_LINES, Board, Display, PlainLines, draw
 
 
 class Clock:

@@ -94,7 +94,7 @@ def test_what_the_environment_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPat
     def lacking(*_: object) -> None:
         raise MissingRequirementError("There is no moon.", "pip install moon")
 
-    monkeypatch.setattr("pvg_cli.resolve.resolve", lacking)
+    monkeypatch.setattr("pvg_cli.runs.resolve", lacking)
     called = pvg("config", "show")
     assert_told(called, 3, "There is no moon.", "pip install moon")
 
@@ -103,7 +103,7 @@ def test_a_defect_shows_its_traceback_and_how_to_report_it(monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr("pvg_cli.resolve.resolve", broken)
+    monkeypatch.setattr("pvg_cli.runs.resolve", broken)
     called = pvg("config", "show", "--json")
     assert called.code == 70
     assert "Traceback" in called.err
@@ -120,7 +120,7 @@ def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pvg_cli.resolve.resolve", interrupted)
+    monkeypatch.setattr("pvg_cli.runs.resolve", interrupted)
     called = pvg("config", "show", "--json")
     assert called.code == 130
     assert called.document["error"]["exit_code"] == 130
@@ -152,7 +152,7 @@ def test_a_path_that_may_not_be_read_is_no_defect(monkeypatch: pytest.MonkeyPatc
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "runs/secret")
 
-    monkeypatch.setattr("pvg_cli.resolve.resolve", denied)
+    monkeypatch.setattr("pvg_cli.runs.resolve", denied)
     assert_told(pvg("config", "show"), 3, "runs/secret: Permission denied.")
 
 
@@ -237,7 +237,7 @@ def test_a_traceback_is_printable_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("a bug of \x1b[31m ours")
 
-    monkeypatch.setattr("pvg_cli.resolve.resolve", broken)
+    monkeypatch.setattr("pvg_cli.runs.resolve", broken)
     called = pvg("config", "show")
     assert called.code == 70
     assert r"RuntimeError: a bug of \x1b[31m ours" in called.err

@@ -10,9 +10,9 @@ import pytest
 
 PROGRAM = """
 import asyncio, sys
-from pvg_cli.board import Board
+from pvg_cli.run_display import Board
 from pvg_cli.driving import drive
-from pvg_cli.plain import PlainLines
+from pvg_cli.run_display import PlainLines
 
 async def work(observer, stop):
     print("working", flush=True)
