@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from typing import Literal
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, install_extra
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, install_extra
 from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -92,6 +93,16 @@ def _print(findings: list[Finding], healthy: bool) -> None:
 def check_python(runs: Path) -> Iterator[Finding]:
     version = ".".join(str(part) for part in sys.version_info[:3])
     yield Finding("python", "ok", version)
+
+
+def check_system(runs: Path) -> Iterator[Finding]:
+    """pvg needs file locks and terminal control as Linux and macOS have them."""
+    found = f"{platform.system()} {platform.release()}"
+    absent = [name for name in ("fcntl", "termios") if importlib.util.find_spec(name) is None]
+    if absent:
+        yield Finding("system", "missing", f"{found}, without {' and '.join(absent)}", SYSTEMS)
+    else:
+        yield Finding("system", "ok", found)
 
 
 def check_packages(runs: Path) -> Iterator[Finding]:
@@ -200,7 +211,9 @@ def check_sandbox(runs: Path) -> Iterator[Finding]:
 def check_machine(runs: Path) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", str(cores))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    import psutil
+
+    memory = psutil.virtual_memory().total / GIB
     if memory >= LEAST_MEMORY_GB:
         yield Finding("memory", "ok", f"{memory:.1f} GB")
     else:
@@ -221,6 +234,7 @@ def check_gpu(runs: Path) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+    check_system,
     check_python,
     check_packages,
     check_extras,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
+
+from pvg.errors import system_module
 
 if TYPE_CHECKING:
     from pvg.config.experiment import BatchArithmetic, Experiment
@@ -30,6 +34,23 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     return console(sys.stderr)
+
+
+@contextlib.contextmanager
+def silent_control_keys() -> Iterator[None]:
+    """Keep the terminal from echoing `^C`: at the end of a full line the echo would scroll the panel by one line."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    termios = system_module("termios")
+    before = termios.tcgetattr(sys.stdin)
+    silent = termios.tcgetattr(sys.stdin)
+    silent[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def print_toml(text: str) -> None:

@@ -6,15 +6,14 @@ Invariant: every number on the display comes from the observer's calls; nothing 
 from __future__ import annotations
 
 import math
-import sys
-import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -28,6 +27,7 @@ from rich.text import Text
 from pvg.reporting.figures import HOME, clock, compact, duration, figure, phase_label, shown, total_budget, trend
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
 from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg_cli.output import silent_control_keys
 
 if TYPE_CHECKING:
     from pvg.reporting.run_summary import RunSummary
@@ -210,7 +210,7 @@ class Display:
         self.stopping = False
         self._lock = threading.Lock()  # the refresh thread reads while the run writes
         self._console = console
-        self._terminal_before: list[Any] | None = None
+        self._stack = ExitStack()
         self._live = Live(
             get_renderable=self.render,
             console=console,
@@ -219,25 +219,14 @@ class Display:
         )
 
     def __enter__(self) -> Display:
-        self._silence_control_keys()
-        self._live.start()
+        self._stack.enter_context(silent_control_keys())
+        self._stack.enter_context(self._live)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
-        if self._terminal_before is not None:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._terminal_before)
-
-    def _silence_control_keys(self) -> None:
-        """Keep the terminal from echoing `^C`: at the end of a full line it would scroll the panel by one."""
-        if sys.stdin is None or not sys.stdin.isatty():
-            return
-        self._terminal_before = termios.tcgetattr(sys.stdin)
-        silent = termios.tcgetattr(sys.stdin)
-        silent[3] &= ~termios.ECHOCTL
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+        self._stack.close()
 
     # --- Observer --------------------------------------------------------------------------------------------------
 

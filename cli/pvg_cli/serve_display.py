@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +26,7 @@ from pvg.servers.command import ServerSpec
 from pvg.servers.control import Figures
 from pvg.servers.pool import ServerFault
 from pvg.servers.process import ALL_STAGES, READY, Stage, VllmServer
-from pvg_cli.output import stderr, stdout
+from pvg_cli.output import silent_control_keys, stderr, stdout
 
 LOOK_S = 2.0  # between two looks at /metrics
 LINE_S = 30.0  # at least, between two lines without a terminal
@@ -124,7 +122,7 @@ class Drawn(ServeView):
     def __enter__(self) -> ServeView:
         super().__enter__()
         self._stack = ExitStack()
-        self._stack.enter_context(_quiet_keys())
+        self._stack.enter_context(silent_control_keys())
         self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
         self._stack.enter_context(self._live)
         return self
@@ -264,19 +262,3 @@ def activity_text(shown: ServeView) -> Text:
     parts += [(f"{now.waiting}", "bold"), " waiting  "]
     parts += [(compact(sampled), "bold"), " tokens/s"] if sampled else [(compact(read), "bold"), " tokens read/s"]
     return Text.assemble(*parts)
-
-
-@contextlib.contextmanager
-def _quiet_keys() -> Iterator[None]:
-    """Keep the terminal from echoing `^C` into what is drawn."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    silent = termios.tcgetattr(sys.stdin)
-    silent[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

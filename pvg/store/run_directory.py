@@ -8,7 +8,6 @@ that cannot lock folders (NFS) only the file is locked; `Unchanged` then detects
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pvg.config.experiment import Experiment, load_experiment, nearest
-from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError
+from pvg.errors import MissingRequirementError, PvgError, StateError, UsageError, system_module
 from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
@@ -44,6 +43,7 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
 
     The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
     """
+    fcntl = system_module("fcntl")
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _lock_folder(folder):
@@ -96,6 +96,7 @@ class Unchanged:
 
 def _lock_folder(descriptor: int) -> bool:
     """Lock an open folder; False if another process has locked it. True if the file system cannot lock folders."""
+    fcntl = system_module("fcntl")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -107,6 +108,7 @@ def _lock_folder(descriptor: int) -> bool:
 
 
 def _can_lock(folder: Path) -> bool:
+    fcntl = system_module("fcntl")
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from run_samples import begin, commit, played, state, step, tell
 import pvg_cli.doctor
 from pvg.config.experiment import Experiment, build_experiment, load_experiment
 from pvg.sandbox import Isolation
-from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox
+from pvg_cli.doctor import check_extras, check_models, check_runs_folder, check_sandbox, check_system
 
 
 def test_a_dry_run_prints_the_settings_and_the_arithmetic_and_makes_nothing() -> None:
@@ -88,6 +89,15 @@ def test_doctor_as_a_process_is_healthy_here() -> None:
     assert {"python", "torch", "transformers", "disk", "runs folder", "cores", "memory"} <= checks.keys()
     assert checks["torch"]["verdict"] == "ok"
     assert sum(name.startswith("gpu") for name in checks) >= 1
+
+
+def test_doctor_names_the_supported_systems_on_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (here,) = check_system(Path("runs"))
+    assert here.verdict == "ok"
+    monkeypatch.setitem(sys.modules, "termios", None)
+    (finding,) = check_system(Path("runs"))
+    assert (finding.verdict, finding.remedy) == ("missing", "pvg supports Linux and macOS. On Windows, run it in WSL.")
+    assert "without termios" in finding.found
 
 
 def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:

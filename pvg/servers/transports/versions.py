@@ -7,7 +7,6 @@ A tensor on a GPU is cast there and copied once; one on the CPU that has the rig
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError, StateError, system_module
 from pvg.servers.labels import Label, Session
 from pvg.store.atomic import (
     TEMPORARY_PREFIX,
@@ -267,6 +266,7 @@ class VersionFolders:
 
 def _take_lock(path: Path) -> int:
     """A descriptor whose closing, or its process's death, tells that the session is over."""
+    fcntl = system_module("fcntl")
     while True:
         try:
             with disk_full_explained(path):
@@ -292,6 +292,7 @@ def _if_dead(lock: Path) -> Iterator[bool]:
     except FileNotFoundError:
         yield True
         return
+    fcntl = system_module("fcntl")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
