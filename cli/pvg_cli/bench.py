@@ -287,10 +287,10 @@ def _progress(plan: Plan) -> Iterator[tuple[OnSample, OnServer]]:
     samples only, by no thread of its own: nothing of it runs while something is measured."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from pvg_cli.output import stderr
+    from pvg_cli.output import is_live, stderr
 
     console = stderr()
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not is_live(console):
         yield _plain_line, say
         return
     columns = (

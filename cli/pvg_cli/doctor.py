@@ -37,7 +37,7 @@ GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line: `missing` fails the command; a `notice` does not."""
 
     name: str
@@ -67,7 +67,7 @@ def doctor(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _print(findings: list[Finding], healthy: bool) -> None:
+def _print(findings: list[CheckResult], healthy: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -90,44 +90,44 @@ def _print(findings: list[Finding], healthy: bool) -> None:
 # --- the checks ----------------------------------------------------------------------------------------------------
 
 
-def check_python(runs: Path) -> Iterator[Finding]:
+def check_python(runs: Path) -> Iterator[CheckResult]:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    yield Finding("python", "ok", version)
+    yield CheckResult("python", "ok", version)
 
 
-def check_system(runs: Path) -> Iterator[Finding]:
+def check_system(runs: Path) -> Iterator[CheckResult]:
     """pvg needs file locks and terminal control as Linux and macOS have them."""
     found = f"{platform.system()} {platform.release()}"
     absent = [name for name in ("fcntl", "termios") if importlib.util.find_spec(name) is None]
     if absent:
-        yield Finding("system", "missing", f"{found}, without {' and '.join(absent)}", SYSTEMS)
+        yield CheckResult("system", "missing", f"{found}, without {' and '.join(absent)}", SYSTEMS)
     else:
-        yield Finding("system", "ok", found)
+        yield CheckResult("system", "ok", found)
 
 
-def check_packages(runs: Path) -> Iterator[Finding]:
+def check_packages(runs: Path) -> Iterator[CheckResult]:
     """The packages without which nothing runs, and torch's own account of itself."""
     for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
         if importlib.util.find_spec(package) is None:
-            yield Finding(package, "missing", "not installed", f"pip install {package}")
+            yield CheckResult(package, "missing", "not installed", f"pip install {package}")
         elif package == "torch":
             import torch
 
-            yield Finding("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+            yield CheckResult("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
         else:
-            yield Finding(package, "ok", metadata.version(package))
+            yield CheckResult(package, "ok", metadata.version(package))
 
 
-def check_extras(runs: Path) -> Iterator[Finding]:
+def check_extras(runs: Path) -> Iterator[CheckResult]:
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if not _is_installed(package)]
         if absent:
-            yield Finding(f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", install_extra(extra))
+            yield CheckResult(f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", install_extra(extra))
         else:
-            yield Finding(f"extra {extra}", "ok", "installed")
+            yield CheckResult(f"extra {extra}", "ok", "installed")
 
 
-def check_vllm(runs: Path) -> Iterator[Finding]:
+def check_vllm(runs: Path) -> Iterator[CheckResult]:
     """The interpreter that `pvg serve` would start. Only rollout.engine = "vllm" needs one."""
     from pvg.errors import PvgError
     from pvg.servers.command import find_interpreter
@@ -135,9 +135,9 @@ def check_vllm(runs: Path) -> Iterator[Finding]:
     try:
         found = find_interpreter()
     except PvgError as error:
-        yield Finding("vllm", "notice", error.message, error.remedy)
+        yield CheckResult("vllm", "notice", error.message, error.remedy)
     else:
-        yield Finding("vllm", "ok", f"{found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
+        yield CheckResult("vllm", "ok", f"{found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
 
 
 def _is_installed(package: str) -> bool:
@@ -148,7 +148,7 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def check_models(runs: Path) -> Iterator[Finding]:
+def check_models(runs: Path) -> Iterator[CheckResult]:
     """The models that come with pvg; those that settings name by default must be there."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
@@ -161,17 +161,17 @@ def check_models(runs: Path) -> Iterator[Finding]:
     for name in dict.fromkeys([*expected, *present]):
         if name in present:
             size = sum(file.stat().st_size for file in (EMBEDDED / name).iterdir())
-            yield Finding(f"model {name}", "ok", f"embedded, {size / 1e6:.1f} MB")
+            yield CheckResult(f"model {name}", "ok", f"embedded, {size / 1e6:.1f} MB")
         else:
-            yield Finding(f"model {name}", "missing", "not embedded", "make models")
+            yield CheckResult(f"model {name}", "missing", "not embedded", "make models")
     absent = [package for package in (SMOLLM2, *GGUF_READERS) if importlib.util.find_spec(package) is None]
     if absent:
-        yield Finding("model SmolLM2-135M", "notice", f"not installed ({', '.join(absent)})", INSTALL[SMOLLM2])
+        yield CheckResult("model SmolLM2-135M", "notice", f"not installed ({', '.join(absent)})", INSTALL[SMOLLM2])
     else:
-        yield Finding("model SmolLM2-135M", "ok", f"installed: gguf:{SMOLLM2}")
+        yield CheckResult("model SmolLM2-135M", "ok", f"installed: gguf:{SMOLLM2}")
 
 
-def check_runs_folder(runs: Path) -> Iterator[Finding]:
+def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
     """Disk space and permission, where runs are going to lie."""
     place = runs.absolute()
     while not place.exists():
@@ -179,19 +179,19 @@ def check_runs_folder(runs: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free / GIB
     verdict: Verdict = "ok" if free >= LEAST_DISK_GB else "missing"
     remedy = "" if verdict == "ok" else f"Free some space: a run wants {LEAST_DISK_GB:.0f} GB."
-    yield Finding("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
+    yield CheckResult("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
     try:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        yield Finding(
+        yield CheckResult(
             "runs folder", "missing", f"{runs} cannot be written: {error.strerror}", "--set store.root=FOLDER"
         )
     else:
-        yield Finding("runs folder", "ok", f"{runs} can be written")
+        yield CheckResult("runs folder", "ok", f"{runs} can be written")
 
 
-def check_sandbox(runs: Path) -> Iterator[Finding]:
+def check_sandbox(runs: Path) -> Iterator[CheckResult]:
     """How well programs that a model wrote can be isolated here. Only task.kind = "code" runs any."""
     from pvg.errors import PvgError
     from pvg.sandbox import probe
@@ -199,28 +199,28 @@ def check_sandbox(runs: Path) -> Iterator[Finding]:
     try:
         isolation = probe()
     except PvgError as error:
-        yield Finding("sandbox", "notice", error.message, "task.kind = 'code' cannot run here.")
+        yield CheckResult("sandbox", "notice", error.message, "task.kind = 'code' cannot run here.")
         return
     if isolation.complaints:
         remedy = "task.kind = 'code' needs task.sandbox = 'reduced' here."
-        yield Finding("sandbox", "notice", f"{isolation.describe()}: {'; '.join(isolation.complaints)}", remedy)
+        yield CheckResult("sandbox", "notice", f"{isolation.describe()}: {'; '.join(isolation.complaints)}", remedy)
     else:
-        yield Finding("sandbox", "ok", isolation.describe())
+        yield CheckResult("sandbox", "ok", isolation.describe())
 
 
-def check_machine(runs: Path) -> Iterator[Finding]:
+def check_machine(runs: Path) -> Iterator[CheckResult]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", "ok", str(cores))
+    yield CheckResult("cores", "ok", str(cores))
     import psutil
 
     memory = psutil.virtual_memory().total / GIB
     if memory >= LEAST_MEMORY_GB:
-        yield Finding("memory", "ok", f"{memory:.1f} GB")
+        yield CheckResult("memory", "ok", f"{memory:.1f} GB")
     else:
-        yield Finding("memory", "notice", f"{memory:.1f} GB", f"The embedded game wants {LEAST_MEMORY_GB:.0f} GB.")
+        yield CheckResult("memory", "notice", f"{memory:.1f} GB", f"The embedded game wants {LEAST_MEMORY_GB:.0f} GB.")
 
 
-def check_gpu(runs: Path) -> Iterator[Finding]:
+def check_gpu(runs: Path) -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -228,12 +228,12 @@ def check_gpu(runs: Path) -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for device in range(count):
         properties = torch.cuda.get_device_properties(device)
-        yield Finding(f"gpu {device}", "ok", f"{properties.name}, {properties.total_memory / GIB:.0f} GB")
+        yield CheckResult(f"gpu {device}", "ok", f"{properties.name}, {properties.total_memory / GIB:.0f} GB")
     if not count:
-        yield Finding("gpu", "notice", "none; everything runs on the CPU")
+        yield CheckResult("gpu", "notice", "none; everything runs on the CPU")
 
 
-CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_system,
     check_python,
     check_packages,

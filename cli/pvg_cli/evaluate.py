@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import Outcome, Request
     from pvg.store.run_directory import RunDirectory
-    from pvg_cli.driving import Watcher
+    from pvg_cli.run_display import RunWatcher
 
 
 def register(app: typer.Typer) -> None:
@@ -117,17 +117,18 @@ def _refuse_early(run: RunDirectory) -> None:
 
 
 def _measure(experiment: Experiment, run: RunDirectory, request: Request, as_json: bool) -> Outcome:
-    from pvg_cli.driving import drive, watcher_for
-    from pvg_cli.run_display import Board
+    from pvg_cli.driving import drive
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunBoard, RunWatcher
     from pvg_cli.train import last_words
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+    async def work(observer: RunWatcher, stop: asyncio.Event) -> Outcome:
         from pvg.evaluation.runner import evaluate as measure
 
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
-    board = Board(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
-    watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=_phases(request), once=False)
+    watcher = RunWatcher(board, stderr(), experiment.telemetry.refresh_per_second)
     with run.lock():
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 

@@ -1,6 +1,6 @@
-"""What a watched run has told so far: the state behind the live display and the plain lines. No drawing here.
+"""What the terminal shows of a run: its state (`RunBoard`), the drawing of it, and the observer that keeps it current.
 
-Invariant: every number on the display comes from the observer's calls; nothing is extrapolated but the ETA.
+All numbers come from the observer's calls. Only the remaining time is an estimate.
 """
 
 from __future__ import annotations
@@ -10,52 +10,65 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
-from rich.box import ROUNDED
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.padding import Padding
+from rich.console import Console, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from pvg.reporting.figures import HOME, clock, compact, duration, figure, phase_label, shown, total_budget, trend
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, rounds_table
 from pvg.telemetry.observer import PhaseInfo, Progress
-from pvg_cli.output import silent_control_keys
+from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
 
 if TYPE_CHECKING:
     from pvg.reporting.run_summary import RunSummary
 
-HISTORY = 600  # points kept per metric: a sparkline shows fewer
-RATE_WINDOW = 20  # the rate is taken over this many reports, so that one slow step does not swing the ETA
+HISTORY = 600  # points kept per metric; a sparkline shows fewer
+RATE_WINDOW = 20  # reports that the rate is averaged over, so that one slow step does not change the estimate much
 BUDGET_WINDOW = 10  # steps that the time budget is averaged over
-
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
+# The most important numbers, in two columns: a metric and its colour, on the left and on the right.
+NUMBERS = (
+    ("helpful_accuracy", HELPFUL, "verifier_auc", VERIFIER),
+    ("sneaky_error_rate", SNEAKY, "pair_accuracy", VERIFIER),
+    ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
+    ("malformed", QUIET, "tokens_per_s", "blue"),
+)
+LINE_METRICS = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc", "pair_accuracy", "tokens_per_s")
+ROUND_METRICS = (
+    "helpful_accuracy",
+    "sneaky_error_rate",
+    "fooled_rate",
+    "fooled_rate_previous",
+    "fooled_rate_base",
+    "verifier_auc",
+    "verifier_auc_previous",
+)
+COMFORTABLE_HEIGHT = 26  # rows; in a lower terminal the panel has no blank lines
+SECONDS_BETWEEN_LINES = 10.0  # so that the log of an hour stays readable
+MARKS = {"done": ("✓", HELPFUL), "now": ("●", "bold cyan"), "next": ("○", QUIET)}
 
 
 @dataclass
-class Board:
-    """Collects an observer's calls. `clock` gives seconds and is replaced in tests."""
+class RunBoard:
+    """Collects what an observer reports. `clock` returns seconds; tests replace it."""
 
     experiment: str
     run: str
     rounds: int
     clock: Callable[[], float] = time.monotonic
     phases: tuple[str, ...] = PHASES  # the phases of a round, in order
-    once: bool = True  # each comes once in a round; false: some come again, and nobody knows how long all will take
+    once: bool = True  # each phase occurs once per round; False: some occur again, so the remaining time is unknown
     info: PhaseInfo | None = None
     done: int = 0
     series: dict[str, deque[float]] = field(default_factory=dict)
     rounds_done: dict[int, dict[str, float]] = field(default_factory=dict)
     phase_seconds: dict[tuple[int, str], float] = field(default_factory=dict)
     alerts: list[tuple[str, str]] = field(default_factory=list)
-    newest: dict[str, float] = field(default_factory=dict)  # value of each metric that a step of the phase has reported
+    newest: dict[str, float] = field(default_factory=dict)  # last value of each metric that this phase has reported
 
     def __post_init__(self) -> None:
         self.started = self.clock()
@@ -64,7 +77,7 @@ class Board:
         self._at_home: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
 
-    # --- what the observer is told ---------------------------------------------------------------------------------
+    # --- what the observer reports ---------------------------------------------------------------------------------
 
     def start_phase(self, info: PhaseInfo) -> None:
         self.info, self.done, self.rounds = info, info.done, info.rounds
@@ -87,7 +100,7 @@ class Board:
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         self.phase_seconds[info.round, info.phase] = self.clock() - self.phase_began
         self.done = info.total
-        # Metrics that a step has reported are not reported again.
+        # Skip the metrics that a step of this phase has reported already.
         self._record({name: value for name, value in metrics.items() if name not in self.newest}, info.phase)
 
     def finish_round(self, round_: int, metrics: Mapping[str, float]) -> None:
@@ -97,7 +110,7 @@ class Board:
         self.alerts.append((name, message))
 
     def recall(self, summary: RunSummary) -> None:
-        """Take in what a run told before it stopped, so that its lines go on where they ended."""
+        """Load what a run recorded before it stopped, so that its curves continue."""
         self.rounds_done |= summary.rounds
         self.alerts += [(alert.name, alert.message) for alert in summary.alerts]
         for step in summary.steps:
@@ -105,8 +118,8 @@ class Board:
         of_steps = set(self.series)
         for phase in summary.phases:
             if phase.finished:
-                told_at_the_end = {name: value for name, value in phase.metrics.items() if name not in of_steps}
-                self._record(told_at_the_end, phase.phase)
+                at_the_end = {name: value for name, value in phase.metrics.items() if name not in of_steps}
+                self._record(at_the_end, phase.phase)
 
     def _record(self, metrics: Mapping[str, float], phase: str) -> None:
         for name, value in metrics.items():
@@ -128,14 +141,14 @@ class Board:
         return next((value for value in reversed(self.series.get(name, ())) if math.isfinite(value)), None)
 
     def rate(self) -> float | None:
-        """Units of work per second over the last reports; None before the second one."""
+        """Units of work per second over the last reports; None before the second report."""
         if len(self._marks) < 2:
             return None
         (begin, first), (end, last) = self._marks[0], self._marks[-1]
         return (last - first) / (end - begin) if end > begin and last > first else None
 
     def phase_eta(self) -> float | None:
-        """Seconds that the phase still takes at the present rate."""
+        """Remaining seconds of the phase at the current rate."""
         rate = self.rate()
         if self.info is None or rate is None:
             return None
@@ -143,9 +156,9 @@ class Board:
         return max(0.0, left - (self.clock() - self._marks[-1][0]))
 
     def game_eta(self) -> float | None:
-        """Seconds that the whole game still takes, once every kind of phase has been timed.
+        """Remaining seconds of the whole game; None until each kind of phase has finished once.
 
-        A phase of a later round is taken to last as long as the latest finished one of its kind.
+        The estimate assumes that a phase takes as long as the last finished phase of its kind.
         """
         phase_eta = self.phase_eta()
         if self.info is None or self.info.phase not in self.phases or phase_eta is None or not self.once:
@@ -160,7 +173,7 @@ class Board:
         return phase_eta + sum(lasted[phase] for phase in to_come)
 
     def budget(self) -> dict[str, float]:
-        """Mean seconds per step by part, over the last steps; the largest first, `unaccounted` last."""
+        """Mean seconds per step by part, over the last steps. The largest part is first, `unaccounted` last."""
         totals = total_budget(self._budgets)
         return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
 
@@ -181,93 +194,11 @@ class Board:
         return "next"
 
 
-# The live display of a run: one calm panel that is redrawn in place and vanishes at the end.
-#
-#     with Display(Board("modchain", "modchain-2", rounds=3), console=console, refresh_per_second=8) as display:
-#         await play(..., observer=display, ...)
-#
-# Whatever is worth keeping (notices) is printed above the panel and stays.
-
-WIDEST = 120  # a wider panel is harder to read, not richer
-COMFORTABLE_HEIGHT = 26  # rows below which the panel gives up its blank lines
-
-MARKS = {"done": ("✓", HELPFUL), "now": ("●", "bold cyan"), "next": ("○", QUIET)}
-
-# The numbers that matter, in two columns: a metric, the alternatives shown until it has a value, and its colour.
-NUMBERS = (
-    (("helpful_accuracy",), HELPFUL, ("verifier_auc",), VERIFIER),
-    (("sneaky_error_rate",), SNEAKY, ("pair_accuracy",), VERIFIER),
-    (("fooled_rate",), SNEAKY, ("score_gap",), VERIFIER),
-    (("malformed",), QUIET, ("tokens_per_s",), "blue"),
-)
+# --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-class Display:
-    """An `Observer` that draws. Enter it before the run starts and leave it when the run ends."""
-
-    def __init__(self, board: Board, *, console: Console, refresh_per_second: float) -> None:
-        self.board = board
-        self.stopping = False
-        self._lock = threading.Lock()  # the refresh thread reads while the run writes
-        self._console = console
-        self._stack = ExitStack()
-        self._live = Live(
-            get_renderable=self.render,
-            console=console,
-            refresh_per_second=refresh_per_second,
-            transient=True,
-        )
-
-    def __enter__(self) -> Display:
-        self._stack.enter_context(silent_control_keys())
-        self._stack.enter_context(self._live)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    # --- Observer --------------------------------------------------------------------------------------------------
-
-    def phase_started(self, info: PhaseInfo) -> None:
-        with self._lock:
-            self.board.start_phase(info)
-
-    def progressed(self, progress: Progress) -> None:
-        with self._lock:
-            self.board.progress(progress)
-
-    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            self.board.finish_phase(info, metrics)
-
-    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            self.board.finish_round(round_, metrics)
-
-    def alerted(self, name: str, message: str) -> None:
-        with self._lock:
-            self.board.alert(name, message)
-
-    def noticed(self, message: str) -> None:
-        self._console.print(Text.assemble(("· ", "cyan"), message))
-
-    def stop_requested(self) -> None:
-        """Ctrl-C was pressed once."""
-        self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
-
-    # --- drawing ---------------------------------------------------------------------------------------------------
-
-    def render(self) -> RenderableType:
-        with self._lock:
-            width = min(self._console.width, WIDEST)
-            roomy = self._console.height >= COMFORTABLE_HEIGHT + len(self.board.rounds_done)
-            return draw(self.board, width, roomy=roomy, stopping=self.stopping)
-
-
-def draw(board: Board, width: int, *, roomy: bool = True, stopping: bool = False) -> Panel:
-    """The panel for the board's present state, `width` columns wide."""
+def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = False) -> Panel:
+    """The panel for the current state of the board, `width` columns wide."""
     inner = width - 6
     parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
     budget = board.budget()
@@ -283,20 +214,11 @@ def draw(board: Board, width: int, *, roomy: bool = True, stopping: bool = False
             spaced.append(Text())
         spaced.append(part)
     hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
-    return Panel(
-        Padding(Group(*spaced), (1, 2) if roomy else (0, 2)),
-        box=ROUNDED,
-        width=width,
-        border_style=QUIET,
-        title=Text.assemble(("pvg ", "bold"), (board.run, "bold cyan")),
-        title_align="left",
-        subtitle=Text(hint, style="yellow" if stopping else QUIET),
-        subtitle_align="right",
-        padding=0,
-    )
+    title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
+    return framed(spaced, width, title, hint, stopping=stopping, roomy=roomy)
 
 
-def _header(board: Board) -> Table:
+def _header(board: RunBoard) -> Table:
     """Round, phase chips, and the clock."""
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True)
@@ -315,15 +237,11 @@ def _header(board: Board) -> Table:
     return row
 
 
-def _progress(board: Board) -> Table:
-    """A bar over the phase's units, its rate and its ETA."""
-    row = Table.grid(expand=True, padding=(0, 2, 0, 0))
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
+def _progress(board: RunBoard) -> Table:
+    """A bar over the phase's units, the rate and the remaining time."""
     info = board.info
     if info is None:
-        row.add_row(ProgressBar(total=None, pulse=True), Text("starting", style=QUIET))
-        return row
+        return progress_row(0, 0, Text("starting", style=QUIET))
     rate = board.rate()
     facts = Text.assemble((f"{compact(board.done)}", "bold"), (f"/{compact(info.total)} {info.unit}", QUIET))
     if rate is not None:
@@ -332,12 +250,10 @@ def _progress(board: Board) -> Table:
     if eta is not None:
         in_all = f", {duration(game)} in all" if game is not None else ""
         facts.append(f"  {duration(eta)} left{in_all}", style=QUIET)
-    bar = ProgressBar(total=max(1, info.total), completed=board.done, complete_style="cyan", finished_style="green")
-    row.add_row(bar, facts)
-    return row
+    return progress_row(max(1, info.total), board.done, facts)
 
 
-def _numbers(board: Board, width: int) -> Table:
+def _numbers(board: RunBoard, width: int) -> Table:
     spark = max(6, width // 2 - 30)
     table = Table.grid(expand=True, padding=(0, 1))
     for _ in range(2):
@@ -345,11 +261,11 @@ def _numbers(board: Board, width: int) -> Table:
         table.add_column(no_wrap=True, justify="right", width=8)
         table.add_column(no_wrap=True, ratio=1)
     for left, left_style, right, right_style in NUMBERS:
-        table.add_row(*_number(board, left[0], left_style, spark), *_number(board, right[0], right_style, spark))
+        table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
     return table
 
 
-def _number(board: Board, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
+def _number(board: RunBoard, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
     value = board.latest(name)
     return (
         Text(shown(name).label),
@@ -358,7 +274,7 @@ def _number(board: Board, name: str, style: str, width: int) -> tuple[Text, Text
     )
 
 
-def _alerts(board: Board) -> Text:
+def _alerts(board: RunBoard) -> Text:
     name, message = board.alerts[-1]
     count = f"  ({len(board.alerts)} so far)" if len(board.alerts) > 1 else ""
     return Text.assemble(
@@ -366,74 +282,80 @@ def _alerts(board: Board) -> Text:
     )
 
 
-# The observer for a stderr that is no terminal: a line per phase and round, and one every few seconds in between.
-
-SECONDS_BETWEEN_LINES = 10.0  # a log of an hour's run stays readable
-
-LINE_METRICS = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc", "pair_accuracy", "tokens_per_s")
-ROUND_METRICS = (
-    "helpful_accuracy",
-    "sneaky_error_rate",
-    "fooled_rate",
-    "fooled_rate_previous",
-    "fooled_rate_base",
-    "verifier_auc",
-    "verifier_auc_previous",
-)
+# --- the observer ---------------------------------------------------------------------------------------------------
 
 
-class PlainLines:
-    """An `Observer` that writes `time round phase ...` lines, no escape codes."""
+class RunWatcher:
+    """An `Observer` that shows a run: a live panel on a terminal, lines elsewhere. Enter it before the run starts."""
 
-    def __init__(self, board: Board, stream: TextIO) -> None:
+    def __init__(self, board: RunBoard, console: Console, refresh_per_second: float = 8.0) -> None:
         self.board = board
         self.stopping = False
-        self._stream = stream
-        self._last_line = board.clock()
-
-    def __enter__(self) -> PlainLines:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def phase_started(self, info: PhaseInfo) -> None:
-        self.board.start_phase(info)
-        resumed = f", {compact(info.done)} done before" if info.done else ""
-        self._line(f"{self._place()} begins: {compact(info.total)} {info.unit}{resumed}")
-
-    def progressed(self, progress: Progress) -> None:
-        self.board.progress(progress)
-        if self.board.clock() - self._last_line < SECONDS_BETWEEN_LINES:
-            return
-        info, rate, eta = self.board.info, self.board.rate(), self.board.phase_eta()
-        total = f"/{compact(info.total)} {info.unit}" if info else ""
-        parts = [f"{self._place()} {compact(progress.done)}{total}"]
-        if rate is not None:
-            parts.append(f"{compact(rate)}/s")
-        if eta is not None:
-            parts.append(f"{duration(eta)} left")
-        self._line("  ".join(parts + _metrics(self.board.newest, LINE_METRICS)))
-
-    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
-        self.board.finish_phase(info, metrics)
-        took = duration(self.board.phase_seconds[info.round, info.phase])
-        self._line("  ".join([f"{self._place()} done in {took}", *_metrics(metrics, LINE_METRICS)]))
-
-    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
-        self.board.finish_round(round_, metrics)
-        self._line(
-            "  ".join([f"round {round_} done ({round_ + 1} of {self.board.rounds})", *_metrics(metrics, ROUND_METRICS)])
+        self._lock = threading.Lock()  # the refresh thread reads while the run writes
+        self._console = console
+        self._screen: Screen = (
+            LivePanel(console, self.render, refresh_per_second)
+            if is_live(console)
+            else PlainLines(console, lambda: f"{clock(board.elapsed):>5}", board.clock, SECONDS_BETWEEN_LINES)
         )
 
+    def __enter__(self) -> RunWatcher:
+        self._screen.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._screen.__exit__()
+
+    def phase_started(self, info: PhaseInfo) -> None:
+        with self._lock:
+            self.board.start_phase(info)
+        resumed = f", {compact(info.done)} done before" if info.done else ""
+        self._screen.line(f"{self._place()} begins: {compact(info.total)} {info.unit}{resumed}")
+
+    def progressed(self, progress: Progress) -> None:
+        with self._lock:
+            self.board.progress(progress)
+        self._screen.tick(self._progress_words)
+
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self.board.finish_phase(info, metrics)
+        took = duration(self.board.phase_seconds[info.round, info.phase])
+        self._screen.line("  ".join([f"{self._place()} done in {took}", *_metric_words(metrics, LINE_METRICS)]))
+
+    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self.board.finish_round(round_, metrics)
+        done = f"round {round_} done ({round_ + 1} of {self.board.rounds})"
+        self._screen.line("  ".join([done, *_metric_words(metrics, ROUND_METRICS)]))
+
     def alerted(self, name: str, message: str) -> None:
-        self.board.alert(name, message)
-        self._line(f"ALERT {name}: {message}")
+        with self._lock:
+            self.board.alert(name, message)
+        self._screen.line(f"ALERT {name}: {message}")
 
     def noticed(self, message: str) -> None:
-        self._line(message)
+        self._screen.note(message)
 
     def stop_requested(self) -> None:
-        self._line("stopping at the next commit point; the same signal again quits at once")
+        """The user pressed Ctrl-C once."""
+        self.noticed("Stopping at the next commit point. Ctrl-C again quits at once.")
+
+    def render(self) -> RenderableType:
+        with self._lock:
+            width = min(self._console.width, WIDEST)
+            roomy = self._console.height >= COMFORTABLE_HEIGHT + len(self.board.rounds_done)
+            return draw(self.board, width, roomy=roomy, stopping=self.stopping)
+
+    def _progress_words(self) -> str:
+        board = self.board
+        total = f"/{compact(board.info.total)} {board.info.unit}" if board.info else ""
+        parts = [f"{self._place()} {compact(board.done)}{total}"]
+        if (rate := board.rate()) is not None:
+            parts.append(f"{compact(rate)}/s")
+        if (eta := board.phase_eta()) is not None:
+            parts.append(f"{duration(eta)} left")
+        return "  ".join(parts + _metric_words(board.newest, LINE_METRICS))
 
     def _place(self) -> str:
         info = self.board.info
@@ -442,11 +364,7 @@ class PlainLines:
         label = phase_label(info.phase)
         return label if len(self.board.phases) == 1 else f"round {info.round} {label}"
 
-    def _line(self, text: str) -> None:
-        self._last_line = self.board.clock()
-        print(f"{clock(self.board.elapsed):>5}  {text}", file=self._stream, flush=True)
 
-
-def _metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
-    """`name=value` for those there are, values as people read them but without blanks."""
+def _metric_words(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:
+    """`name=value` for each of the names that has a value; values without blanks."""
     return [f"{name}={figure(name, metrics[name]).replace(' ', '')}" for name in names if name in metrics]

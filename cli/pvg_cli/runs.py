@@ -29,7 +29,7 @@ def resolve(name: str | None, overrides: Sequence[str]) -> Experiment:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """What is going to be played, and where. A new run's folder does not exist yet."""
 
     experiment: Experiment
@@ -39,7 +39,7 @@ class Plan:
     notice: str = ""
 
 
-def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan:
+def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
     """A new run: `name`, or the experiment's name, with -2, -3 ... when that exists. Its hub ids get a commit."""
     experiment = pinned(experiment, say)
     root = experiment.store.root
@@ -50,10 +50,10 @@ def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> Plan
         number += 1
         free = f"{wanted}-{number}"
     notice = f"{root / wanted} exists already; this run is {free}." if free != wanted else ""
-    return Plan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
+    return RunPlan(experiment, free, RunDirectory(root / free), resume=False, notice=notice)
 
 
-def create(plan: Plan) -> RunDirectory:
+def create(plan: RunPlan) -> RunDirectory:
     """Make the folder of a new run. Raises MissingRequirementError when it cannot be written."""
     root = plan.experiment.store.root
     try:
@@ -65,7 +65,7 @@ def create(plan: Plan) -> RunDirectory:
         ) from error
 
 
-def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> Plan:
+def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, clean: bool = True) -> RunPlan:
     """The run to go on with: `run_name`, or where that is empty the newest unfinished one of the experiment.
 
     Without an experiment's name the run's own settings are taken, with the overrides on top. Raises StateError that
@@ -84,7 +84,7 @@ def plan_resume(name: str | None, overrides: Sequence[str], run_name: str, *, cl
             f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
             f"Go on with its own settings: {resume_command(run)}",
         )
-    return Plan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.")
+    return RunPlan(experiment, run.name, run, resume=True, notice=f"Resuming {run.name}.")
 
 
 def resume_command(run: RunDirectory) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.servers.command import ServerSpec
     from pvg.servers.process import ServerFailedError, VllmServer
-    from pvg_cli.serve_display import ServeView
+    from pvg_cli.serve_display import ServeWatcher
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # What a trainer must be told to use a server of each purpose.
@@ -67,8 +67,9 @@ def serve(
     from pvg.servers.command import find_interpreter, server_spec
     from pvg.servers.models import kind_for, model_folder
     from pvg.servers.process import check_port
+    from pvg_cli.output import stderr
     from pvg_cli.runs import resolve
-    from pvg_cli.serve_display import view
+    from pvg_cli.serve_display import ServeWatcher
 
     key = f"models.{'prover' if purpose == 'prover' else 'verifier'}.source"
     experiment = pinned(resolve(name, overrides or []), say, (key,))
@@ -88,10 +89,10 @@ def serve(
             typer.colors.YELLOW,
         )
     commands = next_commands(name, overrides or [], purpose, spec)
-    _run(spec, experiment, purpose, view(spec, place, commands, as_json), as_json)
+    _run(spec, experiment, purpose, ServeWatcher(spec, place, commands, stderr(), as_json), as_json)
 
 
-def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeView, as_json: bool) -> None:
+def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWatcher, as_json: bool) -> None:
     """Serve until Ctrl-C (exit code 130), or until the server ends by itself (3)."""
     import asyncio
 

@@ -195,12 +195,13 @@ def pvg_command() -> list[str]:
 def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, Standing]) -> bool:
     """Play what is left under the display; whether all of it was tried (false: stopped)."""
     from pvg.study.playing import play_cells
-    from pvg_cli.study_display import StudyBoard, watcher_for
+    from pvg_cli.output import stderr
+    from pvg_cli.study_display import StudyBoard, StudyWatcher
 
     for warning in dict.fromkeys(warning for cell in todo for warning in cell.experiment.warnings()):
         say(f"warning: {warning}.")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with watcher_for(StudyBoard(plan, now)) as watcher, counted_stops() as stop:
+    with StudyWatcher(StudyBoard(plan, now), stderr()) as watcher, counted_stops() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
 
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import TextIO
 
-from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -35,8 +28,7 @@ from pvg.study.text import (
     trend_cells,
 )
 from pvg.telemetry.catalogue import METRICS
-from pvg_cli.output import quiet_table, stderr
-from pvg_cli.run_display import WIDEST
+from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row, quiet_table
 
 NUMBERS = 3  # measures shown of each cell
 LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns of a cell's name and place, and of a number
@@ -149,96 +141,60 @@ class StudyBoard:
         return f"round {found.round} {phase_label(found.phase)}"
 
 
-class StudyLines:
-    """The observer for a stderr that is no terminal."""
-
-    def __init__(self, board: StudyBoard, stream: TextIO) -> None:
-        self.board = board
-        self._stream = stream
-        self._last_line = board.clock()
-
-    def __enter__(self) -> StudyLines:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def began(self, cell: Cell, job: Job, standing: Standing) -> None:
-        self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
-        what = {"train": "resumes" if standing.status == "unfinished" else "begins", "evaluate": "is evaluated"}[job]
-        self._line(f"{cell.name} {what}")
-
-    def progressed(self, cell: Cell, standing: Standing) -> None:
-        self.board.update(cell, standing)
-
-    def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
-        self.board.update(cell, standing, how)
-        board = self.board
-        if how == "complete":
-            told = [f"{m.name}={board.number(cell, m).replace(' ', '')}" for m in board.numbers()]
-            words = "  ".join([f"complete after {duration(seconds)}", *told])
-        else:
-            words = f"FAILED: {standing.reason}" if how == "failed" else "stopped at a commit point"
-        self._line(f"{cell.name} {words}")
-
-    def waited(self) -> None:
-        if self.board.clock() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._line("still playing")
-
-    def stopping(self, running: int) -> None:
-        self.board.stopping = True
-        self._line(f"stopping {running} at their next commit point; the same signal again ends them at once")
-
-    def _line(self, text: str) -> None:
-        board = self.board
-        self._last_line = board.clock()
-        left = board.time_left()
-        done = f"{board.count('complete')}/{len(board.cells)}{', ' if left else ''}{left}"
-        print(f"{clock(board.elapsed):>5}  [{done}]  {text}", file=self._stream, flush=True)
-
-
-class StudyDisplay:
-    """The observer that draws: a grid of cells, and the playing ones with their numbers."""
+class StudyWatcher:
+    """A `StudyObserver` that shows a study: a live panel on a terminal, lines elsewhere."""
 
     def __init__(self, board: StudyBoard, console: Console) -> None:
         self.board = board
         self._console = console
-        self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
+        self._screen: Screen = (
+            LivePanel(console, self.render, refresh_per_second=4)
+            if is_live(console)
+            else PlainLines(console, self._stamp, board.clock, SECONDS_BETWEEN_LINES)
+        )
 
-    def __enter__(self) -> StudyDisplay:
-        self._live.start()
+    def __enter__(self) -> StudyWatcher:
+        self._screen.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._screen.__exit__()
 
     def began(self, cell: Cell, job: Job, standing: Standing) -> None:
         self.board.update(cell, standing, "playing" if job == "train" else "evaluating")
+        what = {"train": "resumes" if standing.status == "unfinished" else "starts", "evaluate": "is evaluated"}[job]
+        self._screen.line(f"{cell.name} {what}")
 
     def progressed(self, cell: Cell, standing: Standing) -> None:
         self.board.update(cell, standing)
 
     def ended(self, cell: Cell, how: Ended, standing: Standing, seconds: float) -> None:
-        self.board.update(cell, standing, how)
+        board = self.board
+        board.update(cell, standing, how)
         if how == "failed":
-            self._console.print(Text.assemble(("✗ ", "red"), f"{cell.name} failed: {standing.reason}"))
+            self._screen.note(f"{cell.name} failed: {standing.reason}", "✗", "red")
+        elif how == "complete":
+            numbers = [f"{m.name}={board.number(cell, m).replace(' ', '')}" for m in board.numbers()]
+            self._screen.line("  ".join([f"{cell.name} complete after {duration(seconds)}", *numbers]))
+        else:
+            self._screen.line(f"{cell.name} stopped at a commit point")
 
-    def waited(self) -> None: ...
+    def waited(self) -> None:
+        self._screen.tick(lambda: "still playing")
 
     def stopping(self, running: int) -> None:
         self.board.stopping = True
+        self._screen.line(f"stopping {running} at their next commit point; the same signal again ends them at once")
 
     def render(self) -> RenderableType:
         return draw(self.board, min(self._console.width, WIDEST))
 
-
-def watcher_for(board: StudyBoard) -> StudyDisplay | StudyLines:
-    """The live display on a terminal, plain lines elsewhere."""
-    console = stderr()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return StudyDisplay(board, console)
-    return StudyLines(board, sys.stderr)
+    def _stamp(self) -> str:
+        """The time, the finished games, and the remaining time."""
+        board = self.board
+        left = board.time_left()
+        done = f"{board.count('complete')}/{len(board.cells)}{', ' if left else ''}{left}"
+        return f"{clock(board.elapsed):>5}  [{done}]"
 
 
 def draw(board: StudyBoard, width: int) -> Panel:
@@ -247,23 +203,11 @@ def draw(board: StudyBoard, width: int) -> Panel:
     parts: list[RenderableType] = [_progress(board), Text(), _grid(board)]
     if playing := [cell for name, cell in board.cells.items() if board.state[name] in WORKED_ON]:
         parts += [Text(), _playing(board, playing, width)]
-    return Panel(
-        Padding(Group(*parts), (1, 2)),
-        box=ROUNDED,
-        width=width,
-        border_style=QUIET,
-        title=Text.assemble(("pvg study ", "bold"), (board.plan.name, "bold cyan")),
-        title_align="left",
-        subtitle=Text(hint, style="yellow" if board.stopping else QUIET),
-        subtitle_align="right",
-        padding=0,
-    )
+    title = Text.assemble(("pvg study ", "bold"), (board.plan.name, "bold cyan"))
+    return framed(parts, width, title, hint, stopping=board.stopping)
 
 
 def _progress(board: StudyBoard) -> Table:
-    row = Table.grid(expand=True, padding=(0, 2, 0, 0))
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
     facts = Text.assemble(
         (f"{board.count('complete')}", "bold"),
         (f"/{len(board.cells)} games  {board.steps_done:,}/{board.plan.steps:,} steps", QUIET),
@@ -273,13 +217,7 @@ def _progress(board: StudyBoard) -> Table:
     if left := board.time_left():
         facts.append(f"  {left}", style=QUIET)
     facts.append(f"  {clock(board.elapsed)}", style=QUIET)
-    row.add_row(
-        ProgressBar(
-            total=max(1, board.plan.steps), completed=board.steps_done, complete_style="cyan", finished_style="green"
-        ),
-        facts,
-    )
-    return row
+    return progress_row(max(1, board.plan.steps), board.steps_done, facts)
 
 
 def _grid(board: StudyBoard) -> Table:

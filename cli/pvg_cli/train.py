@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from pvg.game.run import Outcome
-    from pvg_cli.driving import Watcher
-    from pvg_cli.runs import Plan
+    from pvg_cli.run_display import RunWatcher
+    from pvg_cli.runs import RunPlan
 
 
 class TrainCommand(TyperCommand):
@@ -101,7 +101,7 @@ def train(
     _tell(_play(plan, as_json), plan, as_json)
 
 
-def _show_plan(plan: Plan, as_json: bool) -> None:
+def _show_plan(plan: RunPlan, as_json: bool) -> None:
     from dataclasses import asdict
 
     from pvg.hub import KEYS, download_of, hub_ids
@@ -130,25 +130,26 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     console.print(f"\nThis {'continues' if plan.resume else 'would play in'} {plan.run.path}.", style="bright_black")
 
 
-def _play(plan: Plan, as_json: bool) -> Outcome:
+def _play(plan: RunPlan, as_json: bool) -> Outcome:
     """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
     from pvg.reporting.run_summary import read_run
-    from pvg_cli.driving import drive, watcher_for
-    from pvg_cli.run_display import Board
+    from pvg_cli.driving import drive
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunBoard, RunWatcher
     from pvg_cli.runs import create
 
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+    async def work(observer: RunWatcher, stop: asyncio.Event) -> Outcome:
         from pvg.game.run import play
 
         return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume)
 
-    board = Board(experiment.name, run.name, experiment.game.rounds)
+    board = RunBoard(experiment.name, run.name, experiment.game.rounds)
     if plan.resume:
         board.recall(read_run(run))
-    watcher = watcher_for(board, experiment.telemetry.refresh_per_second)
+    watcher = RunWatcher(board, stderr(), experiment.telemetry.refresh_per_second)
     with run.lock(discard=lambda: not plan.resume and not run.has_state):
         return drive(work, watcher, last_words(run.name, as_json), experiment.telemetry.event_loop)
 
@@ -160,7 +161,7 @@ def last_words(run: str, as_json: bool) -> bytes:
     return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
 
 
-def _tell(outcome: Outcome, plan: Plan, as_json: bool) -> None:
+def _tell(outcome: Outcome, plan: RunPlan, as_json: bool) -> None:
     """The table by round, what to type next, and the exit code."""
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import closing
@@ -215,8 +216,9 @@ def rollout(
 ) -> None:
     """Only sample and store: rollout.group_size solutions per problem and role, graded."""
     from pvg.hub import fetch_all
-    from pvg_cli.driving import drive, watcher_for
-    from pvg_cli.run_display import Board
+    from pvg_cli.driving import drive
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunBoard, RunWatcher
     from pvg_cli.runs import create, plan_new, resolve
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
@@ -227,16 +229,16 @@ def rollout(
     fetch_all(resolved, say, ("models.prover.source", "task.path"))
     run = create(plan)
 
-    async def work(observer: Watcher, stop: asyncio.Event) -> Outcome:
+    async def work(observer: RunWatcher, stop: asyncio.Event) -> Outcome:
         from pvg.game.sample_only import sample_only
 
         return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
 
-    board = Board(resolved.name, run.name, rounds=1, phases=("init",))
+    board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
     with run.lock(discard=lambda: not run.has_state):
         outcome = drive(
             work,
-            watcher_for(board, resolved.telemetry.refresh_per_second),
+            RunWatcher(board, stderr(), resolved.telemetry.refresh_per_second),
             last_words(run.name, as_json),
             resolved.telemetry.event_loop,
         )

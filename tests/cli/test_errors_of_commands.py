@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pvg_cli.doctor
 from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, one_line, visible
-from pvg_cli.doctor import Finding
+from pvg_cli.doctor import CheckResult
 
 
 def assert_told(called: Called, code: int, *parts: str) -> None:
@@ -245,8 +245,8 @@ def test_a_traceback_is_printable_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: Path) -> list[Finding]:
-        return [Finding("moon", "missing", "not there", "pip install moon"), Finding("sun", "notice", "dim")]
+    def missing(_: Path) -> list[CheckResult]:
+        return [CheckResult("moon", "missing", "not there", "pip install moon"), CheckResult("sun", "notice", "dim")]
 
     monkeypatch.setattr(pvg_cli.doctor, "CHECKS", (missing,))
     called = pvg("doctor")
