@@ -1,4 +1,4 @@
-"""`pvg config show|validate|schema`: look at an experiment's settings without running it."""
+"""`pvg config show|validate|schema`: show and check the settings of an experiment without running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ABSENT = object()
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and describe the settings of an experiment.")
+app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
 
 
 def register(parent: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def show(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print every setting of an experiment, defaults included, as TOML."""
+    """Print all settings of an experiment as TOML, with the defaults."""
     from pvg_cli.output import print_toml
     from pvg_cli.runs import resolve
 
@@ -51,7 +51,7 @@ def validate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check an experiment; exit 2 and name the key when it cannot work."""
+    """Check the settings of an experiment. If a setting is wrong: name its key, and exit with code 2."""
     from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, overrides or [])
@@ -69,12 +69,12 @@ def validate(
 def schema(
     experiment: Annotated[
         str | None,
-        typer.Argument(metavar="[EXPERIMENT]", help="Show this experiment's values instead of the defaults."),
+        typer.Argument(metavar="[EXPERIMENT]", help="Show the values of this experiment instead of the defaults."),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List every key with its type and default; with --json, the JSON schema."""
+    """List all settings with type and default. With --json: print the JSON schema."""
     from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, []) if experiment else None
@@ -86,11 +86,11 @@ def schema(
         print_schema(resolved)
 
 
-# --- the settings as rows: key, type, default -------------------------------------------------------------------------
+# --- the settings as rows: key, type, default ------------------------------------------------------------------------
 
 
 def setting_rows() -> list[tuple[str, str, Any]]:
-    """(dotted key, type as text, default) of every setting; the task's once per kind, as `task (gsm8k).path`."""
+    """(dotted key, type as text, default) of every setting. Keys of tasks name the kind: `task (gsm8k).path`."""
     from pydantic import BaseModel
 
     from pvg.config.experiment import Experiment
@@ -114,7 +114,7 @@ def setting_rows() -> list[tuple[str, str, Any]]:
 
 
 def type_text(annotation: Any) -> str:
-    """A type as a user reads it: `integer`, `"a" or "b"`, `number, or left out`."""
+    """A type in words: `integer`, `"a" or "b"`, `number, or left out`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return type_text(get_args(annotation)[0])
@@ -130,7 +130,7 @@ def type_text(annotation: Any) -> str:
 
 
 def print_schema(experiment: Experiment | None) -> None:
-    """Every key with its type and its default, or an experiment's value."""
+    """Print every key with its type, and its default or the experiment's value."""
     from rich.text import Text
 
     from pvg_cli.output import quiet_table, stdout
@@ -148,7 +148,7 @@ def print_schema(experiment: Experiment | None) -> None:
 
 
 def value_at(experiment: Experiment, key: str) -> Any:
-    """The value of a row of `setting_rows`; ABSENT for the settings of another kind of task."""
+    """The value of a row of `setting_rows`. ABSENT if the setting belongs to another kind of task."""
     node: Any = experiment
     for part in key.split("."):
         name, _, kind = part.partition(" ")
@@ -159,7 +159,7 @@ def value_at(experiment: Experiment, key: str) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """As it would stand in a TOML file; empty for what is left out."""
+    """A value as in a TOML file. None is empty."""
     if value is None:
         return ""
     if isinstance(value, bool):

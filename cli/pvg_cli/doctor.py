@@ -1,4 +1,4 @@
-"""`pvg doctor`: is everything here that pvg needs, and what would mend what is not."""
+"""`pvg doctor`: check that this machine has everything that pvg needs, and say how to install what is missing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded
 
 Verdict = Literal["ok", "missing", "notice"]
 
-LEAST_DISK_GB = 1.0  # an embedded game leaves about 100 MB; an environment with torch takes more
-LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models take about 1 GB
-# The extras of pyproject.toml by the modules that show that they are installed.
-# The packages of each extra (py-spy is a program without a module, so packages are looked up and not modules).
+LEAST_DISK_GB = 1.0  # an embedded game writes about 100 MB
+LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 1 GB
+# The packages of each extra of pyproject.toml. Packages and not modules, because py-spy has no module.
 EXTRAS = {
     "lora": ("peft",),
     "reasoning-gym": ("reasoning-gym",),
@@ -38,7 +37,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line: `missing` fails the command; a `notice` does not."""
+    """One line. `missing` makes the command fail, `notice` does not."""
 
     name: str
     verdict: Verdict
@@ -56,7 +55,10 @@ def doctor(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check the installation; exit 1 when something that is needed is missing."""
+    """Check the installation, and say how to install what is missing. Exit code 1: pvg cannot work.
+
+    pvg supports Linux and macOS. On Windows, run it in WSL.
+    """
     findings = [finding for check in CHECKS for finding in check(runs)]
     healthy = all(finding.verdict != "missing" for finding in findings)
     if as_json:
@@ -77,14 +79,14 @@ def _print(findings: list[CheckResult], healthy: bool) -> None:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         mark, style = marks[finding.verdict]
-        told = Text(finding.found)
+        words = Text(finding.found)
         if finding.remedy:
-            told.append(f"\n{finding.remedy}", style="cyan")
-        table.add_row(Text(mark, style=style), Text(finding.name, style="bold"), told)
+            words.append(f"\n{finding.remedy}", style="cyan")
+        table.add_row(Text(mark, style=style), Text(finding.name, style="bold"), words)
     console = stdout()
     console.print(table)
     console.print()
-    console.print("Everything that is needed is here." if healthy else "Something that is needed is missing.")
+    console.print("pvg has everything that it needs." if healthy else "Something that pvg needs is missing.")
 
 
 # --- the checks ----------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def check_python(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_system(runs: Path) -> Iterator[CheckResult]:
-    """pvg needs file locks and terminal control as Linux and macOS have them."""
+    """The operating system: pvg needs the file locks and the terminal control of Linux and macOS."""
     found = f"{platform.system()} {platform.release()}"
     absent = [name for name in ("fcntl", "termios") if importlib.util.find_spec(name) is None]
     if absent:
@@ -106,7 +108,7 @@ def check_system(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_packages(runs: Path) -> Iterator[CheckResult]:
-    """The packages without which nothing runs, and torch's own account of itself."""
+    """The required packages, and the threads of torch."""
     for package in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
         if importlib.util.find_spec(package) is None:
             yield CheckResult(package, "missing", "not installed", f"pip install {package}")
@@ -128,7 +130,7 @@ def check_extras(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_vllm(runs: Path) -> Iterator[CheckResult]:
-    """The interpreter that `pvg serve` would start. Only rollout.engine = "vllm" needs one."""
+    """The interpreter that `pvg serve` starts. Only the vLLM engine needs one."""
     from pvg.errors import PvgError
     from pvg.servers.command import find_interpreter
 
@@ -149,7 +151,7 @@ def _is_installed(package: str) -> bool:
 
 
 def check_models(runs: Path) -> Iterator[CheckResult]:
-    """The models that come with pvg; those that settings name by default must be there."""
+    """The models that come with pvg. The default models are required."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return
     from pvg.config.experiment import Experiment
@@ -172,13 +174,13 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
-    """Disk space and permission, where runs are going to lie."""
+    """Disk space and write permission in the folder of runs."""
     place = runs.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free / GIB
     verdict: Verdict = "ok" if free >= LEAST_DISK_GB else "missing"
-    remedy = "" if verdict == "ok" else f"Free some space: a run wants {LEAST_DISK_GB:.0f} GB."
+    remedy = "" if verdict == "ok" else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
     yield CheckResult("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -192,17 +194,17 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
-    """How well programs that a model wrote can be isolated here. Only task.kind = "code" runs any."""
+    """How well this machine isolates programs that a model wrote. Only task.kind = "code" runs such programs."""
     from pvg.errors import PvgError
     from pvg.sandbox import probe
 
     try:
         isolation = probe()
     except PvgError as error:
-        yield CheckResult("sandbox", "notice", error.message, "task.kind = 'code' cannot run here.")
+        yield CheckResult("sandbox", "notice", error.message, "task.kind = 'code' cannot run on this machine.")
         return
     if isolation.complaints:
-        remedy = "task.kind = 'code' needs task.sandbox = 'reduced' here."
+        remedy = "On this machine task.kind = 'code' requires task.sandbox = 'reduced'."
         yield CheckResult("sandbox", "notice", f"{isolation.describe()}: {'; '.join(isolation.complaints)}", remedy)
     else:
         yield CheckResult("sandbox", "ok", isolation.describe())
@@ -217,7 +219,7 @@ def check_machine(runs: Path) -> Iterator[CheckResult]:
     if memory >= LEAST_MEMORY_GB:
         yield CheckResult("memory", "ok", f"{memory:.1f} GB")
     else:
-        yield CheckResult("memory", "notice", f"{memory:.1f} GB", f"The embedded game wants {LEAST_MEMORY_GB:.0f} GB.")
+        yield CheckResult("memory", "notice", f"{memory:.1f} GB", f"The embedded game needs {LEAST_MEMORY_GB:.0f} GB.")
 
 
 def check_gpu(runs: Path) -> Iterator[CheckResult]:
@@ -230,7 +232,7 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
         properties = torch.cuda.get_device_properties(device)
         yield CheckResult(f"gpu {device}", "ok", f"{properties.name}, {properties.total_memory / GIB:.0f} GB")
     if not count:
-        yield CheckResult("gpu", "notice", "none; everything runs on the CPU")
+        yield CheckResult("gpu", "notice", "none, so pvg runs on the CPU")
 
 
 CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (

@@ -97,7 +97,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         ),
         ("verifier pairs per round", numbers.verifier_pairs_per_round, pairs),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
-        ("optimizer steps in all", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
+        ("optimizer steps in total", numbers.optimizer_steps, f"{game.rounds} rounds x (verifier + prover)"),
     ]
 
 
@@ -107,7 +107,7 @@ def quiet_table() -> Table:
     )
 
 
-# --- the screen of a long command -------------------------------------------------------------------------------------
+# --- the screen of a long command ------------------------------------------------------------------------------------
 
 
 def is_live(console: Console) -> bool:
@@ -135,7 +135,7 @@ class LivePanel:
         """An event. The panel shows its effect already, so nothing is printed."""
 
     def tick(self, text: Callable[[], str]) -> None:
-        """A sign of life. The panel is one already."""
+        """A progress line. The panel shows the progress already."""
 
     def note(self, text: str, mark: str = "·", style: str = "cyan") -> None:
         """A message that stays above the panel."""
@@ -143,7 +143,7 @@ class LivePanel:
 
 
 class PlainLines:
-    """The screen without a terminal: a line per event, and at most one sign of life every `every_s` seconds.
+    """The screen without a terminal: a line per event, and a progress line at most every `every_s` seconds.
 
     `stamp` gives the start of each line, `clock` the time in seconds.
     """

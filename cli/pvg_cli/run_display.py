@@ -194,7 +194,7 @@ class RunBoard:
         return "next"
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
+# --- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = False) -> Panel:
@@ -248,7 +248,7 @@ def _progress(board: RunBoard) -> Table:
         facts.append(f"  {compact(rate)}/s", style=QUIET)
     eta, game = board.phase_eta(), board.game_eta()
     if eta is not None:
-        in_all = f", {duration(game)} in all" if game is not None else ""
+        in_all = f", {duration(game)} in total" if game is not None else ""
         facts.append(f"  {duration(eta)} left{in_all}", style=QUIET)
     return progress_row(max(1, info.total), board.done, facts)
 

@@ -1,7 +1,7 @@
 """What `pvg serve` shows: the stages of the start with a clock, then how busy the server is.
 
-On a terminal both are drawn in place; elsewhere each stage is a line, and so is a change of what the server does, at
-most every half minute.
+On a terminal both are drawn in place. Elsewhere each stage is a line, and so is a change of the server's work, at most
+every 30 seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pvg.servers.pool import ServerFault
 from pvg.servers.process import ALL_STAGES, READY, Stage, VllmServer
 from pvg_cli.output import LivePanel, PlainLines, Screen, is_live, stdout
 
-LOOK_S = 2.0  # between two looks at /metrics
-LINE_S = 30.0  # at least, between two lines without a terminal
+LOOK_S = 2.0  # between two reads of /metrics
+LINE_S = 30.0  # minimum time between two lines without a terminal
 WIDEST = 100
-SKIPPED = ("compiling", "capturing CUDA graphs")  # stages that only some servers have: shown when they are there
+SKIPPED = ("compiling", "capturing CUDA graphs")  # stages that only some servers have; shown when they start
 
 
 class ServeWatcher:
@@ -134,7 +134,7 @@ async def _look(server: VllmServer) -> Figures | str:
 
 
 def introduction(spec: ServerSpec, log: Path) -> Table:
-    """What is going to be served, by what, where."""
+    """The model, the address, vLLM and the log."""
     found = spec.interpreter
     table = Table.grid(padding=(0, 2))
     table.add_column(style=QUIET, no_wrap=True)
@@ -149,17 +149,17 @@ def introduction(spec: ServerSpec, log: Path) -> Table:
     return table
 
 
-_RUNNERS = {"generate": "sampled from", "pooling": "a classifier of one score"}
+_RUNNERS = {"generate": "for sampling", "pooling": "for scoring"}
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory where it lies below it."""
+    """The path relative to the current folder, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def stages_table(shown: ServeWatcher) -> Table:
-    """Stages done with what they took, the present one, and those to come."""
+    """The finished stages with their times, the current stage, and the next ones."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, width=3)
     table.add_column(no_wrap=True, min_width=30)
@@ -181,7 +181,7 @@ def stages_table(shown: ServeWatcher) -> Table:
 
 
 def clock_row(shown: ServeWatcher, width: int) -> Table:
-    """A bar of the time, against the time limit: how long a start takes is only known to its end."""
+    """A pulsing bar with the elapsed time and the time limit. The duration of a start is unknown before it ends."""
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_column(width=max(10, width - 44))
     row.add_column(no_wrap=True)
@@ -194,11 +194,11 @@ def clock_row(shown: ServeWatcher, width: int) -> Table:
 
 
 def announcement(url: str, seconds: float, commands: Mapping[str, str]) -> Text:
-    """The server is ready; what to type next. Long commands are left to the terminal to wrap: they can be copied."""
-    told = Text.assemble("\n", ("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}", QUIET))
+    """The address and the next commands. The terminal wraps long commands, so that they can be copied."""
+    text = Text.assemble("\n", ("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}", QUIET))
     for command, what in commands.items():
-        told.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
-    return told
+        text.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
+    return text
 
 
 def activity(shown: ServeWatcher) -> Text:
@@ -206,7 +206,7 @@ def activity(shown: ServeWatcher) -> Text:
 
 
 def activity_text(shown: ServeWatcher) -> Text:
-    """Requests and tokens per second at the last look."""
+    """Requests and tokens per second at the last reading."""
     if shown.silent:
         return Text(f"▲ no answer: {shown.silent}", style="yellow")
     if shown.figures is None:

@@ -1,4 +1,4 @@
-"""Watching a study: every cell with its state, the work done, the time left. A panel on a terminal, lines elsewhere."""
+"""What `pvg study` shows: the panel while games run, the list of studies, the plan, and the results."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from pvg.study.text import (
 from pvg.telemetry.catalogue import METRICS
 from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row, quiet_table
 
-NUMBERS = 3  # measures shown of each cell
-LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns of a cell's name and place, and of a number
+NUMBERS = 3  # measures shown per game
+LEAST_ROOM, NUMBER_ROOM = 42, 18  # columns for the name and place of a cell, and for a number
 SECONDS_BETWEEN_LINES = 30.0
 WORKED_ON = ("playing", "evaluating")
 STATES = {
@@ -45,7 +45,7 @@ STATES = {
 
 
 class StudyBoard:
-    """What is known of every cell. `clock` gives seconds and is replaced in tests."""
+    """The state of every game. `clock` returns seconds; tests replace it."""
 
     def __init__(
         self, plan: StudyPlan, now: Mapping[str, Standing], clock: Callable[[], float] = time.monotonic
@@ -58,10 +58,10 @@ class StudyBoard:
         self.started = clock()
         self.stopping = False
         self._done_at_start = self.steps_done
-        self._began: dict[str, float] = {}  # of the cells that a process works on
-        self._played_s = 0.0  # of processes that play no more
+        self._began: dict[str, float] = {}  # when the current process started to work on a cell
+        self._played_s = 0.0  # seconds of finished processes
         self._evaluated_s: list[float] = []
-        self._from_the_start: set[str] = set()  # cells whose evaluation no earlier process has begun
+        self._from_the_start: set[str] = set()  # cells whose whole evaluation happens in this process
 
     def update(self, cell: Cell, standing: Standing, state: str | None = None) -> None:
         self.now[cell.name] = standing
@@ -80,7 +80,7 @@ class StudyBoard:
             self._from_the_start.add(cell.name)
 
     def _seconds(self, name: str) -> float:
-        """For how long the cell has been worked on by the process that does so now."""
+        """Seconds that the current process has worked on the cell."""
         return self.clock() - self._began[name] if name in self._began else 0.0
 
     @property
@@ -92,8 +92,10 @@ class StudyBoard:
         return self.clock() - self.started
 
     def eta(self) -> float | None:
-        """Seconds to go, at what a step and an evaluation have taken a process so far; steps of all arms count alike.
-        None until a step was done. Without the evaluations as long as none was seen to its end (`games_only`)."""
+        """Remaining seconds, from the mean time of a step and of an evaluation so far. All arms' steps count alike.
+
+        None before the first step. Excludes evaluations until one has finished (`games_only`).
+        """
         open_cells = [cell for name, cell in self.cells.items() if self.state[name] not in ("failed", "complete")]
         steps_left = sum(max(0, cell.steps - self.now[cell.name].done) for cell in open_cells)
         done = self.steps_done - self._done_at_start
@@ -111,11 +113,11 @@ class StudyBoard:
 
     @property
     def games_only(self) -> bool:
-        """Whether the time left leaves out evaluations of which nobody knows yet how long they take."""
+        """Whether the remaining time excludes evaluations, because none has finished yet."""
         return self.plan.evaluate is not None and not self._evaluated_s
 
     def time_left(self) -> str:
-        """For people; empty while nothing is known."""
+        """The remaining time as text; empty if unknown."""
         eta = self.eta()
         if eta is None or all(state in ("complete", "failed") for state in self.state.values()):
             return ""
@@ -125,7 +127,7 @@ class StudyBoard:
         return sum(found == state for found in self.state.values())
 
     def numbers(self) -> list[Measure]:
-        """The measures that the committed rounds of a run tell by themselves."""
+        """The measures that can be read from the committed rounds of a run."""
         return [measure for measure in self.plan.measures if f"round/{measure.name}" in METRICS][:NUMBERS]
 
     def number(self, cell: Cell, measure: Measure) -> str:
@@ -134,7 +136,7 @@ class StudyBoard:
         return figure(measure.name, value)
 
     def place(self, cell: Cell) -> str:
-        """Where in its game the cell is."""
+        """The round and phase of the cell, or its state."""
         found = self.now[cell.name]
         if self.state[cell.name] != "playing" or not found.phase:
             return self.state[cell.name]
@@ -198,8 +200,10 @@ class StudyWatcher:
 
 
 def draw(board: StudyBoard, width: int) -> Panel:
-    """The panel for the board's present state."""
-    hint = "stopping at commit points; Ctrl-C again ends at once" if board.stopping else "Ctrl-C stops at commit points"
+    """The panel for the current state of the board."""
+    hint = (
+        "stopping at commit points; Ctrl-C again quits at once" if board.stopping else "Ctrl-C stops at commit points"
+    )
     parts: list[RenderableType] = [_progress(board), Text(), _grid(board)]
     if playing := [cell for name, cell in board.cells.items() if board.state[name] in WORKED_ON]:
         parts += [Text(), _playing(board, playing, width)]
@@ -221,7 +225,7 @@ def _progress(board: StudyBoard) -> Table:
 
 
 def _grid(board: StudyBoard) -> Table:
-    """A row per arm, a mark per seed."""
+    """A row per arm and a mark per seed."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
     for _ in board.plan.seeds:
@@ -241,7 +245,7 @@ def _mark(board: StudyBoard, cell: Cell) -> Text:
 
 
 def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
-    """The cells that play, with as many numbers as there is room for."""
+    """The games that run, with as many numbers as fit."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=40)
     table.add_column(no_wrap=True, style=QUIET)
@@ -256,7 +260,7 @@ def _playing(board: StudyBoard, playing: list[Cell], width: int) -> Table:
     return table
 
 
-# What `pvg study` prints: the studies there are, the plan of one, and its results.
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 MARKS = {
     "complete": ("✓", "green"),
@@ -274,11 +278,11 @@ def studies_table(studies: Mapping[str, StudyFile]) -> Group:
     table.add_column(overflow="fold")
     for name, file in studies.items():
         table.add_row(name, file.about)
-    return Group(table, Text(), Text.assemble(("Play one with: ", QUIET), ("pvg study NAME", "bold cyan")))
+    return Group(table, Text(), Text.assemble(("To play one: ", QUIET), ("pvg study NAME", "bold cyan")))
 
 
 def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
-    """Arms and seeds with how far each is, and the work that is left."""
+    """Arms and seeds with their progress, and the remaining work."""
     table = quiet_table()
     table.add_column("arm", style="bold")
     table.add_column(f"seeds {', '.join(map(str, plan.seeds))}", no_wrap=True, max_width=24)
@@ -302,10 +306,10 @@ def plan_table(plan: StudyPlan, now: Mapping[str, Standing]) -> Group:
         Text.assemble(
             (f"{complete} complete. ", QUIET),
             (f"{left:,}", "bold"),
-            (f" of {plan.steps:,} optimizer steps to go, {plan.processes} at a time, {threads}", QUIET),
+            (f" of {plan.steps:,} optimizer steps remain, {plan.processes} games at a time, {threads}", QUIET),
             (f"{_evaluation(plan.evaluate)}.", QUIET),
         ),
-        Text(f"They would lie in {plan.folder}.", style=QUIET),
+        Text(f"The runs would be in {plan.folder}.", style=QUIET),
     )
 
 
@@ -324,7 +328,7 @@ def headline(name: str, rest: str) -> Text:
 
 
 def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
-    """Everything that stands at the end."""
+    """The results of a study, and the next commands."""
     seconds = sum(cell.seconds or 0.0 for cell in results.cells)
     counted = f"{results.complete} of {len(results.cells)} games complete"
     parts: list[RenderableType] = [headline(results.name, f"{counted}  {duration(seconds)} of playing")]
@@ -335,8 +339,8 @@ def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
         parts += section("Over the rounds", trends_table(results))
     if results.failed:
         parts += section("Failed", failures_table(results))
-    if told := cautions(results):
-        parts += section("Before believing it", Group(*(Text(f"- {sentence}", overflow="fold") for sentence in told)))
+    if sentences := cautions(results):
+        parts += section("Cautions", Group(*(Text(f"- {sentence}", overflow="fold") for sentence in sentences)))
     parts.append(Text())
     for command, what in commands.items():
         parts.append(Text.assemble("  ", (command, "bold cyan"), (f"\n      {what}", QUIET), overflow="fold"))

@@ -1,4 +1,4 @@
-"""`pvg train`: play a whole game, from the start or from where it stopped."""
+"""`pvg train` plays a game, or resumes one. `pvg rollout` only samples and grades solutions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TrainCommand(TyperCommand):
-    """Gives `--resume` its optional value: alone it means the newest unfinished run, written as ""."""
+    """Makes the value of `--resume` optional. Without a value it means the newest unfinished run, written as ""."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         filled: list[str] = []
@@ -52,39 +52,47 @@ def train(
         str | None,
         typer.Argument(
             metavar="[NAME|FILE]",
-            help="An experiment of ./experiments or of pvg, or a TOML file. Without one: modchain.",
+            help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
             show_default=False,
         ),
     ] = None,
     overrides: SetOption = None,
     run_name: Annotated[
-        str | None, typer.Option("--name", metavar="RUN", help="Name the run instead of numbering it.")
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="RUN",
+            help="The name of the run. Default: the experiment's name, with a number if that run exists.",
+        ),
     ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
             "--resume",
             metavar="[RUN]",
-            help="Go on with a run; without a name with the experiment's newest unfinished one.",
+            help="Resume RUN. Without a name: resume the newest unfinished run of the experiment.",
         ),
     ] = None,
     metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved settings and batch sizes, and play nothing.")
+        bool, typer.Option("--dry-run", help="Print all settings, batch sizes and downloads, and stop.")
     ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Play a prover-verifier game. Without arguments: the embedded one, on the CPU, in a few minutes.
+    """Play a prover-verifier game. Without arguments: the embedded game, on the CPU, in a few minutes.
 
-    Ctrl-C stops at the next commit point; pvg train --resume goes on from there.
+    Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
     from pvg.errors import UsageError
     from pvg.hub import fetch_all
     from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None and run_name is not None:
-        raise UsageError("--name and --resume contradict each other.", "Name the run to go on with after --resume.")
+        raise UsageError(
+            "--name and --resume cannot be used together.",
+            "Give the name of the run to --resume: pvg train --resume RUN",
+        )
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     if resume is not None:
         plan = plan_resume(name, settings, resume, clean=not dry_run)
@@ -98,7 +106,7 @@ def train(
     if plan.notice:
         say(plan.notice)
     fetch_all(plan.experiment, say)
-    _tell(_play(plan, as_json), plan, as_json)
+    _print_result(_play(plan, as_json), plan, as_json)
 
 
 def _show_plan(plan: RunPlan, as_json: bool) -> None:
@@ -127,11 +135,13 @@ def _show_plan(plan: RunPlan, as_json: bool) -> None:
     console.print(arithmetic_table(experiment))
     for key, download in downloads.items():
         console.print(f"{key}: {download}")
-    console.print(f"\nThis {'continues' if plan.resume else 'would play in'} {plan.run.path}.", style="bright_black")
+    console.print(
+        f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
+    )
 
 
 def _play(plan: RunPlan, as_json: bool) -> Outcome:
-    """Play under the live display. A new run that fails before its first commit leaves no folder behind."""
+    """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
@@ -155,14 +165,14 @@ def _play(plan: RunPlan, as_json: bool) -> Outcome:
 
 
 def last_words(run: str, as_json: bool) -> bytes:
-    """The document of a command that is ended at once."""
+    """The JSON document of a command that a second Ctrl-C ends."""
     import orjson
 
     return orjson.dumps({"status": "killed", "run": run}) + b"\n" if as_json else b""
 
 
-def _tell(outcome: Outcome, plan: RunPlan, as_json: bool) -> None:
-    """The table by round, what to type next, and the exit code."""
+def _print_result(outcome: Outcome, plan: RunPlan, as_json: bool) -> None:
+    """Print the table of rounds and the next commands, and set the exit code."""
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import closing
     from pvg_cli.output import stdout
@@ -185,15 +195,15 @@ def _tell(outcome: Outcome, plan: RunPlan, as_json: bool) -> None:
             }
         )
     else:
-        commands = {resume: "play on from here"} if stopped else {}
+        commands = {resume: "resume the run"} if stopped else {}
         commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
-        commands[f"{report_command(plan.run)} --json"] = "the same for a program"
+        commands[f"{report_command(plan.run)} --json"] = "the same as JSON"
         stdout().print(closing(summary, outcome.seconds, commands))
     if stopped:
         raise typer.Exit(EXIT_STOPPED)
 
 
-# --- pvg rollout: sample and grade, without a verifier or training ----------------------------------------------------
+# --- pvg rollout: sample and grade, without a verifier or training ---------------------------------------------------
 
 
 @guarded
@@ -201,20 +211,31 @@ def rollout(
     experiment: ExperimentArgument = "modchain",
     overrides: SetOption = None,
     run_name: Annotated[
-        str | None, typer.Option("--name", metavar="RUN", help="Name the run instead of numbering it.")
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="RUN",
+            help="The name of the run. Default: the experiment's name, with a number if that run exists.",
+        ),
     ] = None,
     problems: Annotated[
-        int | None, typer.Option("--problems", "-n", min=1, help="How many problems; without it, all of the split.")
+        int | None,
+        typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all problems of the split."),
     ] = None,
     role: Annotated[
-        Literal["both", "helpful", "sneaky"], typer.Option("--role", help="Which role's prompt to use.")
+        Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
     ] = "both",
-    split: Annotated[Literal["train", "test"], typer.Option("--split", help="Which problems to use.")] = "test",
+    split: Annotated[
+        Literal["train", "test"], typer.Option("--split", help="The split that the problems come from.")
+    ] = "test",
     metrics_port: MetricsPortOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Only sample and store: rollout.group_size solutions per problem and role, graded."""
+    """Sample, grade and store solutions, without a verifier and without training.
+
+    The prover writes rollout.group_size solutions per problem and role.
+    """
     from pvg.hub import fetch_all
     from pvg_cli.driving import drive
     from pvg_cli.output import stderr
@@ -242,10 +263,10 @@ def rollout(
             last_words(run.name, as_json),
             resolved.telemetry.event_loop,
         )
-    _tell_samples(outcome, as_json)
+    _print_samples(outcome, as_json)
 
 
-def _tell_samples(outcome: Outcome, as_json: bool) -> None:
+def _print_samples(outcome: Outcome, as_json: bool) -> None:
     from pvg.reporting.examples import choose_examples
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import report
@@ -259,6 +280,6 @@ def _tell_samples(outcome: Outcome, as_json: bool) -> None:
         emit({**document, "metrics": outcome.rounds[-1] if outcome.rounds else {}})
     else:
         stdout().print(report(read_run(run), choose_examples(run)))
-        say(f"\nAgain: {report_command(run)}")
+        say(f"\nTo show this again: {report_command(run)}")
     if outcome.status == "interrupted":
         raise typer.Exit(EXIT_STOPPED)

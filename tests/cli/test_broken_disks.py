@@ -94,8 +94,8 @@ def read_only(mounted: list[Path]) -> Path:
         (("train", "--resume", "read-only/second"), "lock: Read-only file system"),
         (("evaluate", "read-only/first"), "lock: Read-only file system"),
         (("report", "read-only/first"), "page read-only/first/report.html cannot be written: Read-only file system"),
-        (("train", "-s", "store.root=read-only"), "cannot be made: Read-only file system"),
-        (("rollout", "-s", "store.root=read-only"), "cannot be made: Read-only file system"),
+        (("train", "-s", "store.root=read-only"), "run folder read-only/modchain: Read-only file system"),
+        (("rollout", "-s", "store.root=read-only"), "run folder read-only/modchain-samples: Read-only file system"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -45,7 +45,7 @@ MISTAKES = [
     (("train", "--dry-run", "-s", "training.micro_batch_tokens=5"), "fits no batch"),
     (("train", "--name", "../away"), "cannot be the name of a run"),
     (("train", "--name", ""), "cannot be the name of a run"),
-    (("train", "--name", "a", "--resume", "b"), "contradict"),
+    (("train", "--name", "a", "--resume", "b"), "cannot be used together"),
     (("train", "--resume"), "no unfinished run of 'modchain'"),
     (("train", "--resume", "gone"), "no run 'gone'"),
     (("rollout", "modchian"), "Did you mean 'modchain'?"),
@@ -111,7 +111,7 @@ def test_a_defect_shows_its_traceback_and_how_to_report_it(monkeypatch: pytest.M
     assert called.document["error"] == {
         "type": "RuntimeError",
         "message": "a bug of ours",
-        "remedy": "Report it: this is a defect in pvg.",
+        "remedy": "This is a bug in pvg. Please report it.",
         "exit_code": 70,
     }
 
@@ -128,7 +128,7 @@ def test_ctrl_c_before_anything_is_exit_code_130(monkeypatch: pytest.MonkeyPatch
 
 def test_a_runs_folder_that_cannot_be_made_is_not_a_defect(empty_folder: Path) -> None:
     (empty_folder / "runs").write_text("a file in the way")
-    assert_told(pvg("train"), 3, "cannot be made", "store.root")
+    assert_told(pvg("train"), 3, "pvg cannot create the run folder", "store.root")
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ FULL = Path("/dev/full")
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (("bench",), 3, "The output cannot be written: No space left"),
-        (("bench", "--json"), 3, "The output cannot be written: No space left"),
-        (("config", "show"), 3, "The output cannot be written: No space left"),
+        (("bench",), 3, "pvg cannot write its output: No space left"),
+        (("bench", "--json"), 3, "pvg cannot write its output: No space left"),
+        (("config", "show"), 3, "pvg cannot write its output: No space left"),
         (("bench", "--profile", "gone", "--json"), 2, "no profile 'gone'"),
     ],
     ids=mistake_name,

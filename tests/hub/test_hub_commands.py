@@ -197,7 +197,7 @@ def test_a_download_is_stopped_by_a_signal(
         process.send_signal(number)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert err.endswith("Stopped before anything was started.\n")
+    assert err.endswith("Stopped before the work started.\n")
     assert "Traceback" not in err
     assert list(environment.rglob("*.incomplete")) == []
     assert not Path("runs").exists()

@@ -70,7 +70,7 @@ def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals
             process.kill()
     assert process.returncode == 130
     assert rest == ""  # one document, and no second one
-    assert "Stopped; no process of the server is left." in said
+    assert "Stopped. No process of the server is left." in said
     assert not supervisor.members(session)
 
 
