@@ -1,6 +1,4 @@
-"""The results as short text: figures, and sentences on what they can and cannot say. The terminal, Markdown and the
-page share them.
-"""
+"""Results of a study as text: numbers, tables, and cautions. The terminal, Markdown and the page share them."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def measure_text(measure: MeasureRecord, value: float | None) -> str:
 
 
 def change_text(measure: MeasureRecord, value: float | None) -> str:
-    """A difference, with its sign; of shares in percentage points."""
+    """A difference with its sign; differences of shares are percentage points."""
     if value is None:
         return ABSENT
     if measure.style == "share":
@@ -32,14 +30,14 @@ def change_text(measure: MeasureRecord, value: float | None) -> str:
 
 
 def middle_text(measure: MeasureRecord, summary: Summary) -> str:
-    """The mean; with censored values the median, which may lie among them."""
+    """The mean, or with censored values the median, which may be censored too."""
     if not summary.censored:
         return measure_text(measure, summary.mean)
     return f"median {measure_text(measure, summary.median)}" if summary.median is not None else "median not found"
 
 
 def spread_text(measure: MeasureRecord, summary: Summary) -> str:
-    """The 95 % interval of the mean, or what there is in its place."""
+    """The 95 % interval of the mean, or the share of censored values."""
     if summary.n == 0:
         return "no value"
     if summary.censored:
@@ -58,7 +56,7 @@ def range_text(measure: MeasureRecord, summary: Summary) -> str:
 
 
 def _from_to(low: str, high: str) -> str:
-    """Two figures with their unit once."""
+    """Two numbers with one unit."""
     for unit in (" %", " pp", " s"):
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
@@ -66,7 +64,7 @@ def _from_to(low: str, high: str) -> str:
 
 
 def rounds_text(measure: MeasureRecord, rounds: Sequence[Summary]) -> str:
-    """The middle of every round, as long as they fit."""
+    """The mean or median of every round; of many rounds the first and last two."""
     if len(rounds) < 2:
         return ""
     told = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
@@ -82,7 +80,7 @@ def interval_text(measure: MeasureRecord, low: float | None, high: float | None)
 
 
 def signs_text(up: int, down: int, equal: int) -> str:
-    """Seeds that are higher, lower, neither."""
+    """The numbers of seeds that are higher, lower, and equal."""
     return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
 
 
@@ -107,7 +105,7 @@ def comparison_cells(measure: MeasureRecord, found: Comparison) -> list[str]:
 
 
 def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
-    """Last less first, its interval, signs, tau, p."""
+    """Last minus first, its interval, signs, tau, p."""
     if not found.n:
         return [ABSENT] * 5
     return [
@@ -133,7 +131,7 @@ def cell_text(cell: CellRecord) -> str:
 
 
 def cautions(results: StudyResults) -> list[str]:
-    """What a reader must know before believing a figure: one sentence each."""
+    """What limits these results: one sentence each."""
     found = []
     missing = [cell for cell in results.cells if cell.status not in ("played", "complete")]
     unevaluated = [cell for cell in results.cells if cell.status == "played"]
@@ -190,7 +188,7 @@ def _on_p_values(results: StudyResults) -> list[str]:
 
 
 def marks(name: str) -> tuple[str, str]:
-    """What begins and ends the part of a document that the tables of study `name` replace."""
+    """The comments around the part of a document that the tables of study `name` replace."""
     return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
 
 
@@ -217,7 +215,7 @@ def placed(document: str, name: str, tables: str) -> str:
 
 
 def markdown_text(results: StudyResults) -> str:
-    """Means, comparisons, trends, cautions, and where they come from."""
+    """Means, comparisons, trends, cautions, and how they were made."""
     parts = [f"## {results.name}"]
     if results.about:
         parts.append(_escaped(results.about))
@@ -255,7 +253,7 @@ def means_table(results: StudyResults) -> Table:
 
 
 def rounds_table(results: StudyResults) -> Table:
-    """The middle and the range after each round; without rows for games of one round."""
+    """Mean (or median) and range after each round. Empty for games of one round."""
     by_round = [measure for measure in results.measures if measure.by_round]
     found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
     count = max((len(rounds) for *_, rounds in found), default=0)
@@ -271,7 +269,7 @@ def rounds_table(results: StudyResults) -> Table:
 
 
 def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """Each arm less the reference. `keys`: the arms' swatches on a page."""
+    """Each arm minus the reference. `keys`: the arms' swatches on a page."""
     titles = ("difference", "95 % interval", "seeds", "p")
     adjusted = Column(f"Holm's p of {results.family}", "right", short=f"p of {results.family}")
     table = Table([Column("measure", once=True), Column("arm"), *(Column(t, "right") for t in titles), adjusted])
@@ -283,7 +281,7 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
 
 
 def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """The last round less the first. `keys`: the arms' swatches on a page."""
+    """The last round minus the first. `keys`: the arms' swatches on a page."""
     titles = ("last - first", "95 % interval", "seeds", "tau", "p")
     hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
     columns = (Column(title, "right", hint=hint if title == "tau" else "") for title in titles)
