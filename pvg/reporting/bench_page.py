@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from pvg.bench.compare import Gain, gains
+from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.axes import SPAN, nice_axis
@@ -164,7 +164,7 @@ def _ratio(interval: RatioInterval | None) -> TableCell:
     return TableCell(f"{interval.ratio:.3g}×", sure, f"{interval.low:.3g} to {interval.high:.3g}")
 
 
-def _ladder_chart(report: BenchReport, found: Sequence[Gain]) -> Markup:
+def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Markup:
     """Bars of how many times better each variant is than the first, with whiskers for the interval."""
     ratios = [(gain, gain.whole) for gain in found if gain.whole is not None]
     if not ratios:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from pvg.evaluation.report import Attack, Calibrated, EvaluationReport, Number, RoundEvaluation
+from pvg.evaluation.report import AttackRecord, CalibrationErrors, EvaluationReport, NumberRecord, RoundEvaluation
 from pvg.reporting.axes import ChartLine, XAxis, round_axis
 from pvg.reporting.charts import ReferenceLine, line_chart
 from pvg.reporting.formats import ABSENT
@@ -24,7 +24,7 @@ KINDS = ("src", "cgc", "goodhart")
 ASIDE = 0.05  # of a round between kinds of attack: all censored attacks end at the same limit and would hide each other
 
 
-def interval(number: Number | None, *, digits: int = 2) -> str:
+def interval(number: NumberRecord | None, *, digits: int = 2) -> str:
     """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
     if number is None or number.value is None:
         return ABSENT
@@ -34,7 +34,7 @@ def interval(number: Number | None, *, digits: int = 2) -> str:
     return f"{value} [{number.low:.{digits}f},{number.high:.{digits}f}]"
 
 
-def steps_to_exploit(attack: Attack) -> str:
+def steps_to_exploit(attack: AttackRecord) -> str:
     """`140`, `> 200` for a censored attack, or why there is no number."""
     reasons = {"no_reference": "no reference", "no_signal": "no signal", "diverged": "diverged"}
     if attack.status in reasons:
@@ -285,7 +285,7 @@ def _by_round(rounds: Sequence[RoundEvaluation]) -> XAxis:
     return round_axis([found.round for found in rounds])
 
 
-def _line(name: str, style: str, points: Iterable[tuple[float, Number]], dash: str = "") -> ChartLine:
+def _line(name: str, style: str, points: Iterable[tuple[float, NumberRecord]], dash: str = "") -> ChartLine:
     """A line through the numbers that have a value, with their intervals."""
     there = [(x, n.value, n.low, n.high) for x, n in points if n.value is not None]
     whiskers = [(x, low, high) for x, _, low, high in there if low is not None and high is not None]
@@ -321,7 +321,7 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
 
 
 def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    def of(pick: Callable[[int, str], bool]) -> list[tuple[float, Number]]:
+    def of(pick: Callable[[int, str], bool]) -> list[tuple[float, NumberRecord]]:
         return [
             (float(found.round), flaws.auc)
             for found in rounds
@@ -412,7 +412,7 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
     if last is None or last.calibration is None:
         return Markup()
 
-    def line(name: str, style: str, found: Calibrated | None) -> ChartLine:
+    def line(name: str, style: str, found: CalibrationErrors | None) -> ChartLine:
         return _line(name, style, [(b.predicted, b.correct) for b in found.bins] if found else [])
 
     lines = [

@@ -14,7 +14,7 @@ from pvg.reporting.formats import ABSENT, NumberStyle, duration
 from pvg.reporting.html import LegendKey, PageSection, chart, elements, page
 from pvg.reporting.several_page import COLOURS, DASHES
 from pvg.reporting.table import Column, Table, TableCell
-from pvg.study.results import CellRecord, MeasureRecord, Result, StudyResults
+from pvg.study.results import CellRecord, MeasureRecord, MeasureResult, StudyResults
 from pvg.study.text import (
     cautions,
     comparisons_table,
@@ -146,13 +146,13 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Legend
     )
 
 
-def _limit(results: Sequence[Result]) -> float | None:
+def _limit(results: Sequence[MeasureResult]) -> float | None:
     """The largest limit of a censored value; None if no value is censored."""
     values = [value for result in results for series in result.series.values() for value in series]
     return max((value.number for value in values if value is not None and value.censored), default=None)
 
 
-def _line(result: Result, key: LegendKey, limit: float | None) -> ChartLine:
+def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:
     """A round with censored values shows its median, without a band; at the limit if the median is censored too."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):

@@ -1,4 +1,10 @@
-"""Results of a study as text: numbers, tables, and cautions. The terminal, Markdown and the page share them."""
+"""A study's results as short text and Markdown: figures, and sentences about their limits.
+
+The terminal, Markdown and the page share them.
+
+    markdown_text(results)                     # the tables
+    placed(document, results.name, tables)     # a document with the tables between its marks, otherwise unchanged
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from pvg.reporting.formats import ABSENT, NumberStyle, value_text
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
-from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, Comparison, Summary, Trend, least_p, seeds_needed
+from pvg.study.statistics import LEAST_FOR_INTERVAL, LEVEL, PairedComparison, SeedSummary, Trend, least_p, seeds_needed
 
 if TYPE_CHECKING:
     from pvg.reporting.html import LegendKey
@@ -19,7 +25,7 @@ def measure_text(measure: MeasureRecord, value: float | None) -> str:
 
 
 def change_text(measure: MeasureRecord, value: float | None) -> str:
-    """A difference with its sign; differences of shares are percentage points."""
+    """A difference with its sign; differences of shares are in percentage points."""
     if value is None:
         return ABSENT
     if measure.style == "share":
@@ -29,15 +35,15 @@ def change_text(measure: MeasureRecord, value: float | None) -> str:
     return f"{'+' if value >= 0 else '-'}{measure_text(measure, abs(value))}"
 
 
-def middle_text(measure: MeasureRecord, summary: Summary) -> str:
-    """The mean, or with censored values the median, which may be censored too."""
+def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
+    """The mean; with censored values the median, which may itself be censored."""
     if not summary.censored:
         return measure_text(measure, summary.mean)
     return f"median {measure_text(measure, summary.median)}" if summary.median is not None else "median not found"
 
 
-def spread_text(measure: MeasureRecord, summary: Summary) -> str:
-    """The 95 % interval of the mean, or the share of censored values."""
+def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
+    """The 95 % interval of the mean, or its replacement if there is none."""
     if summary.n == 0:
         return "no value"
     if summary.censored:
@@ -47,7 +53,7 @@ def spread_text(measure: MeasureRecord, summary: Summary) -> str:
     return ABSENT
 
 
-def range_text(measure: MeasureRecord, summary: Summary) -> str:
+def range_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     if summary.n == 0:
         return ABSENT
     low = "not found" if summary.minimum is None else measure_text(measure, summary.minimum)
@@ -56,15 +62,15 @@ def range_text(measure: MeasureRecord, summary: Summary) -> str:
 
 
 def _from_to(low: str, high: str) -> str:
-    """Two numbers with one unit."""
+    """A range of two figures with the unit written once."""
     for unit in (" %", " pp", " s"):
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
     return f"{low} to {high}"
 
 
-def rounds_text(measure: MeasureRecord, rounds: Sequence[Summary]) -> str:
-    """The mean or median of every round; of many rounds the first and last two."""
+def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
+    """The mean or median of every round, as many as fit."""
     if len(rounds) < 2:
         return ""
     told = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
@@ -80,7 +86,7 @@ def interval_text(measure: MeasureRecord, low: float | None, high: float | None)
 
 
 def signs_text(up: int, down: int, equal: int) -> str:
-    """The numbers of seeds that are higher, lower, and equal."""
+    """Numbers of seeds that are higher, lower, equal."""
     return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
 
 
@@ -90,7 +96,7 @@ def p_text(p: float | None) -> str:
     return f"{p:.3f}" if p >= 0.001 else f"{p:.1g}"
 
 
-def comparison_cells(measure: MeasureRecord, found: Comparison) -> list[str]:
+def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[str]:
     """Difference, interval, signs, p, adjusted p."""
     if not found.n:
         return [ABSENT] * 5
@@ -105,7 +111,7 @@ def comparison_cells(measure: MeasureRecord, found: Comparison) -> list[str]:
 
 
 def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
-    """Last minus first, its interval, signs, tau, p."""
+    """Last less first, its interval, signs, tau, p."""
     if not found.n:
         return [ABSENT] * 5
     return [
@@ -131,7 +137,7 @@ def cell_text(cell: CellRecord) -> str:
 
 
 def cautions(results: StudyResults) -> list[str]:
-    """What limits these results: one sentence each."""
+    """What a reader must know before trusting a figure, one sentence each."""
     found = []
     missing = [cell for cell in results.cells if cell.status not in ("played", "complete")]
     unevaluated = [cell for cell in results.cells if cell.status == "played"]
@@ -145,13 +151,13 @@ def cautions(results: StudyResults) -> list[str]:
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
         found.append(
-            f"With {counted(most, 'seed')} there is no interval worth the name; "
-            "it takes three, and a table that is to convince somebody takes five or more."
+            f"With {counted(most, 'seed')} there is no useful interval. "
+            "An interval needs three seeds, and a convincing table five or more."
         )
     if any(result.summary.censored for result in results.results):
         found.append(
-            "Values that were not found within their limit count as larger than all others: they have a place in "
-            "medians and ranks, and none in means."
+            "Values that were not found within their limit count as larger than all others: they are part of "
+            "medians and ranks, but not of means."
         )
     found += _on_p_values(results)
     machines = {cell.machine for cell in results.cells if cell.machine}
@@ -170,7 +176,7 @@ def _on_p_values(results: StudyResults) -> list[str]:
     least, family = least_p(pairs), results.family
     said = f"With {counted(pairs, 'pair')} no p value can be below {least:.3g}"
     if least > LEVEL:
-        said += f": no difference can be called significant at {LEVEL}, however large"
+        said += f": no difference can be significant at {LEVEL}, however large"
     elif min(1.0, least * family) > LEVEL:
         said += f": after Holm's adjustment over {family} comparisons none can reach {LEVEL}"
     else:
@@ -181,32 +187,28 @@ def _on_p_values(results: StudyResults) -> list[str]:
     return [f"{said}. {needed}. Read the differences and the signs."]
 
 
-# The tables of a study as Markdown, for documents and papers.
-#
-# markdown_text(results)                     # the tables
-# placed(document, results.name, tables)     # a document with the tables between its marks, the rest as it was
+# --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
 def marks(name: str) -> tuple[str, str]:
-    """The comments around the part of a document that the tables of study `name` replace."""
+    """The marks before and after the part of a document that the tables of study `name` replace."""
     return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
 
 
 def placed(document: str, name: str, tables: str) -> str:
-    """`document` with `tables` between the marks of study `name`. What holds nothing, or tables of this study alone, is
-    replaced as a whole.
+    """`document` with `tables` between the marks of study `name`. A document that is empty, or has only tables of this
+    study, is replaced completely.
 
-    Raises ValueError for any other document without the marks, for a mark without the other, and for marks that are
-    there twice or around other marks.
+    Raises ValueError for any other document without the marks, with only one of them, or with repeated or nested marks.
     """
     begin, end = marks(name)
     count = (document.count(begin), document.count(end))
     if count == (0, 0) and (not document.strip() or document.startswith(f"## {name}\n")):
         return tables
     if count == (0, 0):
-        raise ValueError(f"it is no table of the study, and has no marks {begin} and {end} for them")
+        raise ValueError(f"it is not a table of the study, and has no marks {begin} and {end}")
     if count != (1, 1) or document.index(begin) > document.index(end):
-        raise ValueError(f"the marks {begin} and {end} are not there once each, in this order")
+        raise ValueError(f"the marks {begin} and {end} must occur once each, in this order")
     before, rest = document.split(begin)
     older, after = rest.split(end)
     if "<!-- " in older:
@@ -215,7 +217,7 @@ def placed(document: str, name: str, tables: str) -> str:
 
 
 def markdown_text(results: StudyResults) -> str:
-    """Means, comparisons, trends, cautions, and how they were made."""
+    """Means, comparisons, trends, cautions, and where they come from."""
     parts = [f"## {results.name}"]
     if results.about:
         parts.append(_escaped(results.about))
