@@ -232,8 +232,6 @@ class Flight:
 
 
 class Flights:
-    """The requests of one engine that are in flight."""
-
     def __init__(self) -> None:
         self._aloft: dict[str, Flight] = {}
         self._telling: set[asyncio.Task[None]] = set()
