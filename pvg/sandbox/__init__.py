@@ -1,4 +1,4 @@
-"""`Sandbox`: runs untrusted programs. docs/sandbox.md says what it guarantees and what it does not."""
+"""Running programs that nobody vouches for: `Sandbox`. What it keeps and what it does not is in docs/sandbox.md."""
 
 from __future__ import annotations
 

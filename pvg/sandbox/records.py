@@ -1,4 +1,4 @@
-"""Input and output of the sandbox: limits, programs and executions."""
+"""What is asked of a sandbox and what it answers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-# full: everything that docs/sandbox.md promises, otherwise nothing runs. reduced: whatever this machine offers.
+# full: everything that docs/sandbox.md promises, or nothing is run. reduced: what this machine gives.
 Level = Literal["full", "reduced"]
-# ok: ran to its end, whatever its cases did. error: failed outside of its cases. timeout: used up its CPU time.
-# stalled: waited for longer than `wall_s`. memory, output, threads: reached that limit. killed: crashed, exited early,
-# or was killed from outside.
+# ok: it ran to its end, whatever its cases did. error: it failed outside of its cases. timeout: its CPU time was used
+# up. stalled: it waited for longer than `wall_s`. memory, output, threads: that limit. killed: it crashed or left
+# early, or something outside ended it.
 Status = Literal["ok", "error", "timeout", "stalled", "memory", "output", "threads", "killed"]
-# Statuses that do not depend on the machine's load. A time limit says nothing reliable about a program, and the cause
-# of a kill is unknown: the kernel also kills when memory is short.
+# What does not depend on how busy the machine was. A time limit that was reached is no fact about a program, and who
+# killed a process is not known: the kernel does too, where memory is short.
 DETERMINISTIC: frozenset[Status] = frozenset({"ok", "error", "output"})
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one execution, for all its cases together. `cpu_s` normally decides. `wall_s` is for programs that
-    wait, and far larger, so that a busy machine changes no verdict. `processes`: how many a program may start (0: only
-    threads; more require namespaces). `scratch_kb`: space for files, which are deleted afterwards."""
+    """Of one execution, all its cases together. `cpu_s` decides; `wall_s` is for programs that wait, and far above it,
+    so that a busy machine changes no verdict. `processes`: how many a program may start (0: threads only; more need
+    namespaces). `scratch_kb` is for files, which are gone afterwards."""
 
     cpu_s: float = 2.0
     wall_s: float = 30.0
@@ -45,8 +45,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Python source and its inputs. With `entry`, the name of a function or of a method of a class `Solution`, each
-    case is an argument list as a Python literal. Without it, each case is text for standard input."""
+    """Python source and what it is run on. With `entry`, the name of a function (or of a method of a class `Solution`),
+    cases are argument lists as Python literals; without it they are texts for its standard input."""
 
     source: str
     entry: str | None
@@ -57,14 +57,14 @@ class Program:
         return cls(source, entry, tuple(repr(list(given)) for given in arguments))
 
     def digest(self, limits: Limits, python: str) -> str:
-        """A digest of everything that the outcome depends on. `python`: the interpreter's version."""
+        """Of everything that its outcome depends on. `python`: the interpreter's version."""
         content = json.dumps([self.source, self.entry, self.cases, asdict(limits), python])
         return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one case. Without an `error`, `value` is plain data (pvg.sandbox.inside.values)."""
+    """`value` is plain data (pvg.sandbox.inside.values) where there is no `error`."""
 
     value: Any = None
     error: str = ""
@@ -72,8 +72,8 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a program ran. `cases` has one result per case. `stderr` is the end of its error output. `exit` is negative
-    for a signal. `cpu_s` and `wall_s` are the time of this execution (from the cache: of the first one)."""
+    """How a program ran. `cases` has a result for each of its cases; `stderr` is the end of what it said; `exit` is
+    negative for a signal; `cpu_s` and `wall_s` are what this execution took (a cached one: the first)."""
 
     status: Status
     cases: tuple[CaseResult, ...]

@@ -1,12 +1,12 @@
-"""`Sandbox`: runs programs that a model wrote where they can do no harm, several at a time.
+"""`Sandbox`: programs that a model wrote, run where they can do no harm, several at a time.
 
     with Sandbox("full", Limits(cpu_s=2.0)) as sandbox:
         execution = sandbox.run(Program.of_function("def f(x): return x + 1", "f", [[1], [2]]))
         executions = sandbox.run_many(programs)
-        execution = await sandbox.run_async(program)        # does not block the event loop
+        execution = await sandbox.run_async(program)        # the event loop stays free
 
-Invariant: a program's outcome depends only on the program. It runs in a process that knows only its source and inputs
-and that leaves nothing behind. Its time limit counts CPU time.
+Invariant: a program's outcome is its own. It runs in a process that knows nothing but its source and its inputs, that
+leaves nothing behind, and whose CPU time is what counts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pvg.sandbox.records import DETERMINISTIC, CaseResult, Execution, Level, Lim
 from pvg.sandbox.warden_process import WardenFailedError, WardenProcess
 from pvg.telemetry.core_waits import usable_cores
 
-TAIL = 2000  # how much is kept: characters of stderr, bytes of what is printed outside the report
-LONGEST_SENTENCE = 200  # characters of an error message
+TAIL = 2000  # characters kept of what a program complains, bytes of what it prints beside its report
+LONGEST_SENTENCE = 200  # of an error
 CACHE_ENTRIES, CACHE_BYTES = 8192, 64 * 2**20
-ENTRY_BYTES = 1024  # overhead of a cached execution
-ATTEMPTS = 2  # per program: a warden that fails is replaced once
+ENTRY_BYTES = 1024  # of a cached execution beside its parts
+ATTEMPTS = 2  # a warden that fails is replaced once per program
 
 
 class Sandbox:
-    """Runs at most `workers` programs at once (None: one per usable core). All methods are thread-safe. `mechanisms`:
-    the allowed isolation mechanisms; tests leave some out."""
+    """At most `workers` programs at once (None: as many as this process has cores). All methods may be called from any
+    thread. `mechanisms`: those that may be used; a test of one of them leaves out the others."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Sandbox:
         cache_bytes: int = CACHE_BYTES,
         mechanisms: Collection[str] = MECHANISMS,
     ) -> None:
-        """Raises MissingRequirementError if this machine cannot offer `level`."""
+        """Raises MissingRequirementError where this machine cannot give `level`."""
         self.limits = limits or Limits()
         self._offered = frozenset(mechanisms)
         first, self.isolation = open_first_warden(level, self._offered)
@@ -60,13 +60,13 @@ class Sandbox:
         self._closed = weakref.finalize(self, _close, self._pool, self._wardens)
 
     def run(self, program: Program, limits: Limits | None = None) -> Execution:
-        """Raises MissingRequirementError if the sandbox itself fails twice, instead of inventing a verdict."""
+        """Raises MissingRequirementError when the sandbox itself fails twice: no verdict is made up."""
         return self.run_many([program], limits)[0]
 
     def run_many(
         self, programs: Sequence[Program], limits: Limits | None = None, *, fresh: bool = False
     ) -> list[Execution]:
-        """Run programs concurrently. Equal programs run once. `fresh`: run each one and ignore the cache."""
+        """Side by side; one that comes twice is run once. `fresh`: each is run for itself, whatever is known of it."""
         chosen = limits or self.limits
         of_program: dict[Program, Future[Execution]] = {}
         waiting: list[Future[Execution]] = []
@@ -79,17 +79,17 @@ class Sandbox:
                         of_program[program] = self._submit(program, chosen)
                     waiting.append(of_program[program])
             return [future.result() for future in waiting]
-        except BaseException:  # the others are no longer needed
+        except BaseException:  # nobody wants the others any more
             for future in waiting:
                 future.cancel()
             raise
 
     async def run_async(self, program: Program, limits: Limits | None = None) -> Execution:
-        """If the caller is cancelled, a program that is already running still finishes."""
+        """A caller that is cancelled leaves a program that is running to its end."""
         return await asyncio.wrap_future(self._submit(program, limits or self.limits))
 
     def close(self) -> None:
-        """End all processes. Waiting programs are cancelled, and running ones fail."""
+        """End all processes. What still waits for its turn is cancelled, and what is running fails."""
         self._closed()
 
     def __enter__(self) -> Sandbox:
@@ -112,7 +112,7 @@ class Sandbox:
 
 
 class _Wardens:
-    """The idle and the busy wardens. More are started when all are busy."""
+    """Those that are idle and those that are busy; more are started when all are busy."""
 
     def __init__(self, first: WardenProcess, offered: frozenset[str]) -> None:
         self._made_of, self._offered = (first.given, first.unlimited), offered
@@ -121,8 +121,8 @@ class _Wardens:
         self._lock = threading.Lock()
 
     def take(self) -> WardenProcess:
-        """An idle warden or a new one. Raises WardenFailedError if this is closed, or if a new warden has less
-        isolation than the first one, which was tried."""
+        """One that is idle, or else a new one. Raises WardenFailedError, also for one with fewer walls than the first,
+        which was tried, and when they are closed."""
         with self._lock:
             if self._idle and not self._closed:
                 self._busy.add(warden := self._idle.pop())
@@ -153,14 +153,14 @@ class _Wardens:
         warden.close()
 
     def stop(self) -> None:
-        """Kill the busy wardens, whose users then fail, and start no more."""
+        """Kill the busy ones, whose users see them fail, and start no others."""
         with self._lock:
             self._closed = True
             for warden in self._busy:
                 warden.kill()
 
     def close(self) -> None:
-        """Close the idle wardens. Call it after `stop`, when all users have ended."""
+        """After `stop`, and after their users."""
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
@@ -168,7 +168,7 @@ class _Wardens:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A warden's answer for a program. It takes a tenth of the memory of an Execution."""
+    """What a warden said of a program: a tenth of what it takes as an Execution."""
 
     header: dict[str, Any]
     parts: list[bytes]
@@ -182,8 +182,8 @@ class _Answer:
 
 
 class _Cache:
-    """The outcomes of the programs that were run last: at most `entries`, with at most `most_bytes` in total.
-    Thread-safe."""
+    """The outcomes of the programs that were run last: at most `entries`, of at most `most_bytes` together. Safe for
+    threads."""
 
     def __init__(self, entries: int, most_bytes: int) -> None:
         self._entries, self._most_bytes, self.bytes = entries, most_bytes, 0
@@ -213,7 +213,8 @@ def _close(pool: ThreadPoolExecutor, wardens: _Wardens) -> None:
 
 
 def _execute_once(wardens: _Wardens, cache: _Cache, key: str, program: Program, limits: Limits) -> Execution:
-    known = cache.get(key)  # another thread may have added it meanwhile
+    """In a thread of the pool."""
+    known = cache.get(key)  # made while this waited
     if known is None:
         known = _answer(wardens, program, limits)
         if known.header["status"] in DETERMINISTIC:
@@ -229,7 +230,7 @@ def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
     """Raises MissingRequirementError."""
     for attempt in range(ATTEMPTS):
         try:
-            warden = wardens.start() if attempt else wardens.take()  # after a failure, idle wardens may be dead too
+            warden = wardens.start() if attempt else wardens.take()  # the idle ones may be dead too
             try:
                 header, (reports, stdout, stderr) = warden.run(program, limits)
             except BaseException:
@@ -238,12 +239,12 @@ def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
         except (WardenFailedError, OSError) as error:
             if attempt == ATTEMPTS - 1:
                 raise MissingRequirementError(
-                    f"The sandbox fails: {error}.", "Check whether this machine has processes and memory left."
+                    f"The sandbox fails: {error}.", "See whether this machine has processes and memory left."
                 ) from None
         else:
             wardens.give_back(warden)
             break
-    return _Answer(header, [reports, stdout[-TAIL:], stderr[-4 * TAIL :]])  # a character has at most four bytes
+    return _Answer(header, [reports, stdout[-TAIL:], stderr[-4 * TAIL :]])  # of at most four bytes a character
 
 
 def _execution(program: Program, header: dict[str, Any], parts: list[bytes]) -> Execution:
@@ -263,7 +264,7 @@ def _execution(program: Program, header: dict[str, Any], parts: list[bytes]) -> 
 
 
 def _case(line: str) -> CaseResult:
-    """Parse one report line. It can be anything, because the program may write there too."""
+    """What the program's process reported: anything at all, for the program may write there too."""
     try:
         kind, found = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -275,7 +276,7 @@ def _case(line: str) -> CaseResult:
 
 
 def _sentence(text: str) -> str:
-    """Printable text: a program may output broken characters or terminal control codes."""
+    """One that can be printed and stored: a program may say halves of characters, and what terminals obey."""
     whole = text[:LONGEST_SENTENCE].encode(errors="replace").decode()
     return "".join(character if character.isprintable() else " " for character in whole).strip()
 

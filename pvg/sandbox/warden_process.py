@@ -1,4 +1,4 @@
-"""`WardenProcess`: the parent's side of the interpreter that forks programs (pvg.sandbox.inside.warden)."""
+"""`WardenProcess`: the interpreter in which programs are forked, seen from outside (see pvg.sandbox.inside.warden)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pvg.sandbox.inside.keeper import HEADER
 from pvg.sandbox.inside.warden import interpreter_folders
 from pvg.sandbox.records import Limits, Program
 
-START_S = 60.0  # on an idle machine, an interpreter starts in a tenth of a second
-GRACE_S = 60.0  # beyond the wall-clock limit, which the keeper enforces
+START_S = 60.0  # an interpreter starts in a tenth of a second where nothing else runs
+GRACE_S = 60.0  # beyond the wall clock's limit, which the keeper looks after
 LONGEST_HEADER = 65536
 PLACE = Path(__file__).parent
 CODE = f"import sys; sys.path.insert(0, {str(PLACE)!r}); from inside.warden import main; main()"
-# Hash seeds order sets. A different seed in each process would change a program's answers.
+# Sets are ordered by hashes: with another seed in each process a program would give other answers.
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 
 
 class WardenFailedError(Exception):
-    """The warden has ended or gives invalid answers: a bug in pvg, or a machine without memory or processes left."""
+    """The warden is gone or does not answer as it should: a defect of ours, or a machine without room."""
 
 
 class WardenProcess:
-    """Runs one job at a time. `given` and `refused` (name -> reason): which of the `offered` mechanisms it got.
-    `unlimited`: resources that it cannot limit on this machine."""
+    """One job at a time. `given` and `refused` (name -> why) are the mechanisms that it got of those `offered`;
+    `unlimited`: what it cannot limit on this machine."""
 
     def __init__(self, offered: Collection[str]) -> None:
         """Raises WardenFailedError."""
-        # No user or site packages, no current directory, no bytecode files: only this interpreter's standard library.
+        # No user or site packages, no current directory, nothing written: this one's standard library alone.
         command = [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", "-c", CODE]
         self._process = subprocess.Popen(
             [*command, json.dumps(interpreter_folders()), json.dumps(sorted(offered))],
@@ -63,7 +63,7 @@ class WardenProcess:
             raise
 
     def run(self, program: Program, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
-        """Returns the keeper's header, and the program's reports, stdout and stderr. Raises WardenFailedError."""
+        """The keeper's header, and what the program reported, printed and complained. Raises WardenFailedError."""
         job = {"source": program.source, "entry": program.entry, "cases": program.cases, "limits": limits.plain()}
         data = json.dumps(job).encode()
         deadline = time.monotonic() + limits.wall_s + GRACE_S
@@ -78,11 +78,12 @@ class WardenProcess:
         return header, parts
 
     def kill(self) -> None:
-        """Kill it and everything that it runs. A thread that waits for its answer then fails."""
+        """It, and with it whatever it runs. Whoever waits for its answer, in another thread perhaps, sees its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
+        """Kill it, and let go of it."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -96,18 +97,18 @@ class WardenProcess:
         waiting.register(descriptor, select.POLLOUT)
         while rest:
             if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise self._failure("it accepts no job")
+                raise self._failure("it takes no job")
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # less than a page is free
+            except BlockingIOError:  # room for less than a page
                 continue
             except OSError as error:
-                raise self._failure(f"it accepts no job ({error.strerror})") from None
+                raise self._failure(f"it takes no job ({error.strerror})") from None
 
     def _answer(self, deadline: float) -> tuple[dict[str, Any], bytes]:
         header_size, body_size = HEADER.unpack(self._read(HEADER.size, deadline))
         if header_size > LONGEST_HEADER:
-            raise self._failure("its answer is invalid")
+            raise self._failure("its answer is no answer")
         header = json.loads(self._read(header_size, deadline))
         return header, self._read(body_size, deadline)
 

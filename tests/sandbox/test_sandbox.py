@@ -95,7 +95,7 @@ def test_what_fails_outside_of_a_case_says_so_for_all(box: Sandbox) -> None:
 
 def test_hostile_exceptions_and_reports_are_told_apart_from_answers(box: Sandbox) -> None:
     nasty = "class E(BaseException):\n    def __str__(self): raise self\ndef f(): raise E\n"
-    assert ran(box, nasty, "f", "[]").cases[0].error == "an exception that cannot be printed"
+    assert ran(box, nasty, "f", "[]").cases[0].error == "an exception that cannot be told"
     forged = "import os\ndef f(x):\n    os.write(3, b'not json\\n[1]\\n{}\\n')\n    return x\n"
     assert {case.error for case in ran(box, forged, "f", "[1]", "[2]", "[3]").cases} == {"its report cannot be read"}
     deep = "import os\ndef f():\n    os.write(3, b'[' * 100000 + b'\\n')\n"
@@ -189,7 +189,7 @@ def test_a_warden_that_takes_no_job_is_not_waited_for(monkeypatch: pytest.Monkey
     try:
         os.kill(warden._process.pid, signal.SIGSTOP)
         monkeypatch.setattr(warden_process, "GRACE_S", 0.1)
-        with pytest.raises(WardenFailedError, match="accepts no job"):  # more than a pipe holds
+        with pytest.raises(WardenFailedError, match="takes no job"):  # more than a pipe holds
             warden.run(Program("#" * 500_000, None, ("",)), Limits(wall_s=0.1))
     finally:
         warden.close()
@@ -233,7 +233,7 @@ def test_no_verdict_is_made_up_when_the_sandbox_fails(monkeypatch: pytest.Monkey
 def test_less_isolation_than_asked_for_is_refused() -> None:
     for offered, said in (
         (frozenset(), "no system call filter"),
-        ({"seccomp"}, "no separate file system"),
+        ({"seccomp"}, "no file system of its own"),
         ({"namespaces", "landlock"}, "no system call filter"),
     ):
         with pytest.raises(MissingRequirementError, match=said) as refused:
@@ -249,7 +249,7 @@ def test_a_way_out_that_is_open_is_found_by_trying() -> None:
     assert held.complaints == []
     assert held.describe() == "full (landlock, seccomp)"
     unlimited = Isolation(held.given, {}, (), ("memory",))
-    assert unlimited.complaints == ["nothing limits memory (/proc does not show it to this process)"]
+    assert unlimited.complaints == ["nothing limits memory (/proc tells this process nothing of it)"]
     leaking = Isolation(held.given, {}, ("reach_the_network",))
     assert leaking.complaints == ["a program could reach the network"]
     assert leaking.describe().startswith("reduced")

@@ -1,5 +1,5 @@
-"""Code that runs in the sandbox's interpreter. It imports only the standard library, and nothing of pvg.
+"""What runs in the sandbox's own interpreter: it imports nothing of pvg, and nothing but the standard library.
 
-`warden` waits for jobs, `keeper` supervises one job, `walls` and `seccomp` confine the process in which `program` runs
-a solution. `values` is also used by the parent process.
+`warden` waits for jobs, `keeper` supervises one of them, `walls` and `seccomp` confine the process that `program` then
+runs a solution in. `values` is shared with the process that asks.
 """

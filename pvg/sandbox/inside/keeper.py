@@ -1,7 +1,7 @@
-"""Supervises one job: a confined child that runs it, its outputs and its time.
+"""Supervising one job: a child that is confined and runs it, its outputs and its time.
 
-The keeper is outside of the child's walls. It never interprets the child's output; it only passes the bytes on, up to a
-limit.
+The keeper is outside of the walls that the child is behind. It never looks into what the child says: bytes go to
+whoever asked, up to a limit.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from typing import Any
 
 from . import program, seccomp, walls
 
-HEADER = struct.Struct("!II")  # size of the header in bytes, size of everything after it
+HEADER = struct.Struct("!II")  # bytes of the header, bytes of all that follows it
 STREAMS = ("reports", "stdout", "stderr")
 CHUNK = 65536
-SLOWEST_LOOK_S, FASTEST_LOOK_S = 0.1, 0.005  # interval for checking the child's CPU time
-COUNTING_LOOK_S = 0.02  # interval for counting its threads, if nothing else limits them
-LAST_LOOK_S = 0.0005  # interval for a child that has closed its outputs, and usually has ended
-# Exit codes of a child whose program failed. A program may use them too: pvg does not rely on them.
+SLOWEST_LOOK_S, FASTEST_LOOK_S = 0.1, 0.005  # at the child's CPU time
+COUNTING_LOOK_S = 0.02  # at the number of its threads, which nothing else limits then
+LAST_LOOK_S = 0.0005  # at a child that has closed its outputs, and has ended as a rule
+# How a child ends whose program failed. A program may leave so too: it says nothing that pvg believes.
 FAILED, NO_MEMORY = 82, 83
-BEHIND = 4  # the child's descriptor for one byte, written inside the walls and closed before the program starts
-# What the child may use in addition to its job's memory: threads' stacks, and the interpreter's code and data.
+BEHIND = 4  # the child's descriptor for one byte, written behind the walls and closed before the program starts
+# What the child may map beside its job's memory: code and data of the interpreter, stacks of threads.
 THREADS = 16
-HIGHEST_DESCRIPTOR = 4096  # the warden opens only a few
+HIGHEST_DESCRIPTOR = 4096  # the warden opens a handful
 
 
 @dataclass(frozen=True)
 class Walls:
-    """The mechanisms that this machine's kernel granted. `landlock`: a descriptor of rules, or None."""
+    """What this machine's kernel gave. `landlock`: a descriptor of rules, None for none."""
 
     namespaces: bool
     landlock: int | None
     seccomp: bool
-    base_bytes: int  # the interpreter's address space; 0: unknown, so memory is not limited
+    base_bytes: int  # of address space that the interpreter takes; 0: unknown, and not limited
 
 
 def read_exactly(descriptor: int, size: int) -> bytes:
-    """Raises EOFError if the other side has closed the pipe."""
+    """Raises EOFError when whoever asks is gone."""
     data = b""
     while len(data) < size:
         part = os.read(descriptor, size - len(data))
@@ -67,7 +67,7 @@ def write_frame(descriptor: int, header: Mapping[str, Any], *parts: bytes) -> No
 
 
 def keep(asked: int, answers: int, around: Walls) -> None:
-    """Read a job from the descriptor `asked`, run it, and write its result to `answers`."""
+    """Read a job from the descriptor `asked`, run it, and write a frame to `answers`."""
     (size,) = struct.unpack("!I", read_exactly(asked, 4))
     job = json.loads(read_exactly(asked, size))
     limits = job["limits"]
@@ -85,11 +85,11 @@ def keep(asked: int, answers: int, around: Walls) -> None:
     most = None if around.namespaces else 1 + THREADS
     ending = _watch(child, {name: reading for name, (reading, _) in pipes.items()}, asked, limits, most)
     if not ending.status:
-        # The child is dead, so the byte is there or never comes. The program chose its exit code, so the code is not
-        # trusted.
+        # The child is dead, so that the byte is there or never comes. How it ended is no word of ours: programs end
+        # as they like.
         ending.status = _status(ending.exit) if os.read(behind, 1) else "not confined"
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # needed without namespaces; with them all have died with the child
+        os.killpg(child, signal.SIGKILL)  # where there are no namespaces; with them all are dead with the child
     header = {"status": ending.status, "exit": ending.exit, "cpu_s": ending.cpu_s, "wall_s": ending.wall_s}
     write_frame(answers, header, *(ending.outputs[name] for name in STREAMS))
 
@@ -98,14 +98,14 @@ def keep(asked: int, answers: int, around: Walls) -> None:
 
 
 def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> None:
-    """Runs in the child and never returns."""
+    """In the child, which never returns."""
     status = FAILED
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY) if os.path.exists(os.devnull) else os.pipe()[0]
         held = (null, ends["stdout"], ends["stderr"], ends["reports"], ends["behind"])
         for place, descriptor in enumerate(held):
-            os.dup2(descriptor, place + 20)  # above all descriptors in use
+            os.dup2(descriptor, place + 20)  # above all that are in use below
         for place in range(len(held)):
             os.dup2(place + 20, place)
         _close_all_but({*range(len(held)), around.landlock})
@@ -119,11 +119,11 @@ def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> No
             status = NO_MEMORY
         except SystemExit as leaving:
             status = 0 if leaving.code in (None, 0) else FAILED
-        except BaseException as error:  # noqa: BLE001 - a program may raise anything; it is reported
+        except BaseException as error:  # noqa: BLE001 - whatever a program raises is told, not ours to mend
             write_all(2, program.complaint(error).encode(errors="replace"))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-    except BaseException as error:  # noqa: BLE001 - reported by the exit code; there is no caller
+    except BaseException as error:  # noqa: BLE001 - told by the exit code, and there is no one above
         with contextlib.suppress(OSError):
             write_all(2, repr(error).encode(errors="replace"))
     finally:
@@ -133,7 +133,7 @@ def _confined(job: dict[str, Any], ends: Mapping[str, int], around: Walls) -> No
 def _close_all_but(kept: set[int | None]) -> None:
     first = 0
     for descriptor in sorted(number for number in kept if number is not None):
-        if first < descriptor:  # closerange treats an empty range as all descriptors
+        if first < descriptor:  # an empty range would be all of them
             os.closerange(first, descriptor)
         first = descriptor + 1
     os.closerange(first, HIGHEST_DESCRIPTOR)
@@ -142,7 +142,7 @@ def _close_all_but(kept: set[int | None]) -> None:
 def _confine(limits: Mapping[str, Any], around: Walls) -> None:
     memory = around.base_bytes + limits["memory_bytes"] if around.base_bytes else 0
     tasks = 1 + limits["processes"] + THREADS if around.namespaces else None
-    # Without namespaces there is no separate scratch folder, so no file may be written.
+    # Without a scratch folder of its own nothing is written to any file.
     walls.set_limits(limits["cpu_s"], memory, limits["scratch_bytes"] if around.namespaces else 0, tasks)
     if sys.platform != "linux":
         return
@@ -151,7 +151,7 @@ def _confine(limits: Mapping[str, Any], around: Walls) -> None:
         walls.restrict_files(around.landlock)
         os.close(around.landlock)
     if around.seccomp:
-        # Without namespaces, a process that left its group would survive. So no processes are allowed then.
+        # Without namespaces a process that left its group would survive: then there are none.
         forks = bool(limits["processes"]) and around.namespaces
         seccomp.install(walls.libc, os.getpid(), processes=forks)
 
@@ -161,7 +161,7 @@ def _confine(limits: Mapping[str, Any], around: Walls) -> None:
 
 @dataclass
 class _Ending:
-    status: str  # "" if it ended by itself
+    status: str  # "": it ended by itself
     exit: int
     cpu_s: float
     wall_s: float
@@ -171,15 +171,15 @@ class _Ending:
 def _watch(
     child: int, ends: Mapping[str, int], asked: int, limits: Mapping[str, Any], most_threads: int | None
 ) -> _Ending:
-    """Watch until the child ends, a limit is reached, or the requester has gone. `most_threads`: None if the kernel
-    enforces that limit."""
+    """Until it ends, a limit is reached, or nobody waits for it any more. `most_threads`: None where the kernel keeps
+    that limit."""
     started = time.monotonic()
     outputs = {name: bytearray() for name in STREAMS}
     names = {descriptor: name for name, descriptor in ends.items()}
     poller = select.poll()
     for descriptor in names:
         poller.register(descriptor, select.POLLIN)
-    poller.register(asked, 0)  # reports only a hang-up: the requester has gone
+    poller.register(asked, 0)  # hung up: whoever asked is gone
     left, status, ended = limits["output_bytes"], "", None
     slowest_s = SLOWEST_LOOK_S if most_threads is None else COUNTING_LOOK_S
     while ended is None and not status:
@@ -188,7 +188,7 @@ def _watch(
             break
         if names:
             look_s = min(max((limits["cpu_s"] - spent_s) / 4, FASTEST_LOOK_S), slowest_s)
-        else:  # a child that closed its outputs may still run until its time is over
+        else:  # a child that has closed its outputs may go on: it has until its time is over
             ended = _ended(child)
             look_s = 0.0
             if ended is None:
@@ -225,7 +225,7 @@ def _ended(child: int) -> tuple[int, int, Any] | None:
 def _limit_reached(
     child: int, spent_s: float, passed_s: float, limits: Mapping[str, Any], most_threads: int | None
 ) -> str:
-    """The status for a limit that the child exceeds; "" if there is none."""
+    """The status of a child that is beyond a limit, "" of one that is not."""
     if spent_s > limits["cpu_s"]:
         return "timeout"
     if passed_s > limits["wall_s"]:
@@ -234,7 +234,7 @@ def _limit_reached(
 
 
 def threads_of(pid: int) -> int:
-    """The number of threads of a process; 0 if the system does not show it or the process has ended."""
+    """How many threads a process has; 0 where the system does not tell, and for one that has ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -246,7 +246,7 @@ def _status(exit_: int) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a child and its threads so far (clock_getcpuclockid(3)); 0 if that clock cannot be read."""
+    """CPU seconds of a child and its threads so far (clock_getcpuclockid(3)); 0 where no such clock can be read."""
     if sys.platform != "linux":
         return 0.0
     try:

@@ -1,7 +1,7 @@
-"""Runs a solution on its cases in its confined process, and reports each result.
+"""Running a solution on its cases, in the process that is confined for it, and reporting each of them.
 
-The solution can read and change everything here. So this process knows only the inputs, and the reports are compared
-with the expected outputs elsewhere.
+Nothing here is a secret from the solution: it may read and change all of this. So the process knows the inputs alone,
+and what a solution reports is compared with the expected outputs elsewhere.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LONGEST_COMPLAINT = 200
 
 
 def run(job: dict[str, Any], reports: int) -> None:
-    """Run `job["source"]` and write one JSON line per case to the descriptor `reports`: ["value", plain value] or
-    ["error", sentence]. With `entry`, cases are argument lists of that function as Python literals. Without it, a case
-    is the program's standard input, and the value is its output.
+    """Run `job["source"]` and write a JSON line for each case to the descriptor `reports`: ["value", plain value] or
+    ["error", sentence]. With `entry` cases are argument lists of that function, as Python literals; without it they are
+    what the program reads from its standard input, and the value is what it prints.
 
     Raises what the program raises outside of a case.
     """
@@ -51,7 +51,7 @@ def _returned(function: Callable[..., Any], arguments: list[Any]) -> Any:
 
 
 def _function(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
-    """The function, or a method of the class `Solution` that many problems require."""
+    """The function itself, or a method of the class `Solution` that many problems ask for."""
     found = namespace.get(entry)
     if found is None and "Solution" in namespace:
         found = getattr(namespace["Solution"](), entry, None)
@@ -63,7 +63,7 @@ def _function(namespace: dict[str, Any], entry: str) -> Callable[..., Any]:
 def _tell(reports: int, work: Callable[[], Any]) -> None:
     try:
         line = json.dumps(["value", work()])
-    except BaseException as error:  # noqa: BLE001 - a program may raise anything
+    except BaseException as error:  # noqa: BLE001 - whatever a program raises
         line = json.dumps(["error", complaint(error)])
     data = line.encode() + b"\n"
     while data:
@@ -71,11 +71,11 @@ def _tell(reports: int, work: Callable[[], Any]) -> None:
 
 
 def complaint(error: BaseException) -> str:
-    """One line that describes an exception, even one whose class raises in __str__."""
+    """One line of an exception, whatever its class does."""
     try:
         return f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_COMPLAINT]
-    except BaseException:  # noqa: BLE001 - its class may raise anything
-        return "an exception that cannot be printed"
+    except BaseException:  # noqa: BLE001 - whatever its class raises
+        return "an exception that cannot be told"
 
 
 def _printed(code: Any, text: str) -> str:
@@ -85,7 +85,7 @@ def _printed(code: Any, text: str) -> str:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
-        finally:  # join threads as an interpreter does at exit, because their output belongs to this case
+        finally:  # as an interpreter does at its end; what they print belongs to this case
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
@@ -95,7 +95,7 @@ def _printed(code: Any, text: str) -> str:
 
 @contextlib.contextmanager
 def _streams(text: str) -> Iterator[io.BytesIO]:
-    """Replace the standard streams, with the buffers that many programs use, and descriptor 0, which some open."""
+    """Standard streams with buffers below them, which many programs use, and descriptor 0, which some open."""
     kept, output = (sys.stdin, sys.stdout), _Output()
     data = text.encode()
     _give_input(data)
@@ -108,14 +108,14 @@ def _streams(text: str) -> Iterator[io.BytesIO]:
 
 
 class _Output(io.BytesIO):
-    """Keeps its content when a program closes it."""
+    """It keeps what it holds when a program closes its output."""
 
     def close(self) -> None:
         pass
 
 
 def _give_input(data: bytes) -> None:
-    """Make descriptor 0 a pipe that contains `data`."""
+    """A pipe as descriptor 0, with `data` in it and its end after it."""
     reading, writing = os.pipe()
     if reading != 0:
         os.dup2(reading, 0)
@@ -129,11 +129,11 @@ def _give_input(data: bytes) -> None:
         os.close(writing)
         return
     fcntl.fcntl(writing, fcntl.F_SETFL, 0)
-    threading.Thread(target=_feed, args=(writing, rest), daemon=True).start()  # more data than a pipe holds
+    threading.Thread(target=_feed, args=(writing, rest), daemon=True).start()  # more than a pipe holds
 
 
 def _feed(writing: int, rest: bytes) -> None:
-    with contextlib.suppress(OSError):  # the program stopped reading, or the next case has begun
+    with contextlib.suppress(OSError):  # the program reads no further, or the next case has begun
         while rest:
             rest = rest[os.write(writing, rest) :]
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""A function's return value as plain JSON data that two processes can compare.
+"""What a function returned, as plain JSON data that two processes can compare.
 
-Only exact built-in types are accepted: an object of a class that the program defined could claim to equal everything.
+Only exact built-in types pass: an object of a class that the program defined could be equal to everything.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import json
 import math
 from typing import Any
 
-# Relative tolerance for floats. Near 0 and next to an integer, it is CLOSE / 1000 absolutely.
+# Relative; floats nearer than this are the same answer (near 0, and next to an integer, CLOSE / 1000 absolutely).
 CLOSE = 1e-6
 
 
 class NotPlainError(ValueError):
-    """The value's type is not allowed in an answer."""
+    """A value of a type that no answer may have."""
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON data: tuples as lists, sets and dictionaries as sorted lists under a name. Raises NotPlainError
-    for other types, and RecursionError for a list that contains itself."""
+    """`value` as JSON data: tuples as lists, sets and dictionaries as sorted lists under a name. Raises NotPlainError,
+    and RecursionError for a list that holds itself."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -31,12 +31,11 @@ def plain(value: Any) -> Any:
         return {"set": sorted((plain(item) for item in value), key=json.dumps)}
     if kind is dict:
         return {"dict": sorted(([plain(k), plain(v)] for k, v in value.items()), key=json.dumps)}
-    raise NotPlainError(f"a value of type {kind.__name__} is not allowed in an answer")
+    raise NotPlainError(f"a value of type {kind.__name__} is no answer")
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two results of `plain` are the same answer. Numbers compare by value, floats up to CLOSE, and a bool is
-    not a number."""
+    """Whether two values of `plain` are the same answer: numbers by value, floats up to CLOSE; a bool is no number."""
     if _is_number(left) and _is_number(right):
         return _same_number(left, right)
     if type(left) is not type(right):
@@ -58,7 +57,7 @@ def _same_number(left: Any, right: Any) -> bool:
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=CLOSE, abs_tol=CLOSE / 1000)
     whole, broken = (left, right) if isinstance(left, int) else (right, left)
-    if not math.isfinite(broken):  # possible in a forged report
+    if not math.isfinite(broken):  # a forged report may hold it
         return False
-    nearest = round(broken)  # exact: floats cannot represent every integer above 2**53
+    nearest = round(broken)  # exactly: no float holds every integer beyond 2**53
     return bool(whole == nearest and abs(broken - nearest) <= CLOSE / 1000)
