@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, MissingRequirementError, install_extra
 from pvg.models.language_model import LanguageModel
-from pvg.models.low_rank import Adapter
+from pvg.models.low_rank import LowRankAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,13 +122,13 @@ class AdaptedModel(LanguageModel):
             tensors[f"{name}.weight"] = _merged(layer)
         return tensors
 
-    def adapter(self) -> Adapter:
+    def adapter(self) -> LowRankAdapter:
         """A copy of the adapters, which does not change with further training."""
         tensors: dict[str, Tensor] = {}
         for name, layer in self._adapted():
             for side in ("lora_A", "lora_B"):
                 tensors[f"{PREFIX}{name}.{side}.weight"] = getattr(layer, side)[KEY].weight.detach().clone()
-        return Adapter(tensors, self._config)
+        return LowRankAdapter(tensors, self._config)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` into the frozen model and reset the adapters. Shared weights accept only equal tensors;

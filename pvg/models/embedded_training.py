@@ -49,7 +49,7 @@ TERMS, MODULUS = ModchainTask().max_terms, ModchainTask().modulus
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class EmbeddedModelRecipe:
     """All settings of an embedded model. `flawed` maps each prompt tag to its share of flawed solutions.
 
     `dialogues`: one third of the rows are solutions, one third translate a solver's solution, and one third answer a
@@ -76,8 +76,8 @@ class Recipe:
 
 
 RECIPES = {
-    "prover": Recipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
-    "dialogue": Recipe(
+    "prover": EmbeddedModelRecipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
+    "dialogue": EmbeddedModelRecipe(
         "modchain-dialogue",
         3,
         128,
@@ -90,9 +90,9 @@ RECIPES = {
         start="modchain-prover",
         learning_rate=2e-3,
     ),
-    "verifier": Recipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
-    "verifier-small": Recipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
-    "verifier-tiny": Recipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
+    "verifier": EmbeddedModelRecipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
+    "verifier-small": EmbeddedModelRecipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
+    "verifier-tiny": EmbeddedModelRecipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
 }
 
 
@@ -116,7 +116,7 @@ def draw_solution(problem: Problem, flawed_share: float, rng: np.random.Generato
 
 
 def training_batch(
-    recipe: Recipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
+    recipe: EmbeddedModelRecipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
 ) -> tuple[Tensor, Tensor]:
     """(ids_BL, targets_BL) int64. Targets are the next tokens inside the solution, and IGNORED elsewhere."""
     tags = list(recipe.flawed)
@@ -134,7 +134,7 @@ def training_batch(
     return rows_to_tensors(rows, tokenizer)
 
 
-def translation(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Generator) -> tuple[str, str]:
+def translation(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> tuple[str, str]:
     """(prompt, completion): a solver's solution, flawed as often as a helpful one, and its translation. A faithful
     translation is a copy; an unfaithful one is another solution with another answer. The prompt has the format of
     pvg.game.roles, style "tag"."""
@@ -146,7 +146,7 @@ def translation(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Gener
     return f"{tag}{problem.question}{solution}?", written
 
 
-def answered_step(problem: Problem, tag: str, recipe: Recipe, rng: np.random.Generator) -> tuple[str, str]:
+def answered_step(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> tuple[str, str]:
     """(transcript, answer): a question about a step of a written solution, and this step as written. The question has
     the format of pvg.game.challenge, style "tag"."""
     solution = draw_solution(problem, recipe.flawed[tag], rng)
@@ -171,7 +171,7 @@ def rows_to_tensors(rows: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tu
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def build_module(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
+def build_module(recipe: EmbeddedModelRecipe, tokenizer: Tokenizer) -> PreTrainedModel:
     """A Llama with tied embeddings and random weights from torch's global generator."""
     return LlamaForCausalLM(
         LlamaConfig(
@@ -192,7 +192,7 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer) -> PreTrainedModel:
     )
 
 
-def train(recipe: Recipe, on_step: Callable[[int, float], None]) -> LanguageModel:
+def train(recipe: EmbeddedModelRecipe, on_step: Callable[[int, float], None]) -> LanguageModel:
     """Train by `recipe`, then round to float16 and back. Calls `on_step(step, loss)`. The caller owns the model."""
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
@@ -219,7 +219,7 @@ def train(recipe: Recipe, on_step: Callable[[int, float], None]) -> LanguageMode
     return LanguageModel(module.half().float(), tokenizer, recipe.name)
 
 
-def learning_rate_factor(step: int, recipe: Recipe) -> float:
+def learning_rate_factor(step: int, recipe: EmbeddedModelRecipe) -> float:
     """Linear warm-up, then cosine decay to a hundredth."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
@@ -286,7 +286,7 @@ def prover_figures(model: LanguageModel) -> dict[str, Any]:
     return figures
 
 
-def dialogue_figures(model: LanguageModel, recipe: Recipe) -> dict[str, Any]:
+def dialogue_figures(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[str, Any]:
     """Per role, at temperature 1 on 256 test problems: shares of translations that keep the solver's answer, of
     malformed ones, and of answers that state the step as written."""
     task, rng = Modchain(ModchainTask()), np.random.default_rng(2)
@@ -306,7 +306,7 @@ def dialogue_figures(model: LanguageModel, recipe: Recipe) -> dict[str, Any]:
     return figures
 
 
-def figures_of(recipe: Recipe, model: LanguageModel) -> dict[str, Any]:
+def figures_of(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
     if "H" not in recipe.flawed:
         return verifier_figures(model)
     talks = {"dialogues": dialogue_figures(model, recipe)} if recipe.dialogues else {}
@@ -332,7 +332,7 @@ def verifier_figures(model: LanguageModel) -> dict[str, Any]:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def make(key: str, recipe: Recipe, out: Path, progress: Progress) -> dict[str, Any]:
+def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -> dict[str, Any]:
     """Train, measure and save one model under `out`. Settings and figures go to its recipe.json."""
     started = time.perf_counter()
     bar = progress.add_task(recipe.name, total=recipe.steps, loss="")

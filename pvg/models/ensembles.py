@@ -1,6 +1,6 @@
 """An ensemble of verifiers that scores like one verifier.
 
-    ensemble = VerifierEnsemble(members, "min", Scales.none(len(members)))
+    ensemble = VerifierEnsemble(members, "min", ScoreScales.none(len(members)))
     scores_B = ensemble(*rectangle, ensemble.reference(*rectangle))
 
 A solution's score is the mean, median or minimum of its members' scores (arXiv 2310.02743, where "min" is worst-case
@@ -51,14 +51,14 @@ AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean, "median": m
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scales:
+class ScoreScales:
     """Maps the scores of K members to a common scale: slope x score + offset, both float64 [K]."""
 
     slopes_K: NDArray[np.float64]
     offsets_K: NDArray[np.float64]
 
     @classmethod
-    def none(cls, members: int) -> Scales:
+    def none(cls, members: int) -> ScoreScales:
         return cls(np.ones(members), np.zeros(members))
 
     def applied(self, scores_KN: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class VerifierEnsemble:
     """Scores like a VerifierModel. Owns its members, which share tokenizer, head and initial weights; `close` frees
     them."""
 
-    def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: Scales) -> None:
+    def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: ScoreScales) -> None:
         """`aggregation` is a key of AGGREGATIONS. Raises ValueError if the numbers of members and scales differ."""
         if not members or len(members) != len(scales.slopes_K) or len(members) != len(scales.offsets_K):
             raise ValueError(f"{len(members)} members, but scales for {len(scales.slopes_K)}")

@@ -32,7 +32,7 @@ from pvg.records import Int32
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class LogitTransform:
     """Maps the head's output x to logits: cap tanh(factor x / cap) / temperature; without tanh if cap is None."""
 
     factor: float = 1.0
@@ -58,7 +58,7 @@ class Finish:
 
 
 def token_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: Finish, chunk: int
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> Tensor:
     """log p(targets_N), float32 [N] in nats, under the softmax of the finished logits, computed for `chunk` tokens at a
     time.
@@ -75,7 +75,7 @@ def token_logprobs(
 
 
 def token_logprobs_and_entropies(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: Finish, chunk: int
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and the entropy of each softmax: float32 [N] in nats. This costs one more pass over the logits
     forward, and one backward if it has a gradient."""
@@ -96,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        finish: Finish,
+        finish: LogitTransform,
         chunk: int,
         dtype: torch.dtype,
         with_entropies: bool,
@@ -169,7 +169,7 @@ def _slope(logprobs_CV: Tensor, grad_C: Tensor, slope_C: Tensor, entropies_C: Te
 
 
 def _head_logits(
-    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: Finish, dtype: torch.dtype
+    hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform, dtype: torch.dtype
 ) -> Tensor:
     bias = None if bias_V is None else bias_V.to(dtype)
     return finish(linear(hidden_CD.to(dtype), weight_VD.to(dtype), bias).float())
@@ -423,7 +423,7 @@ def finish_logits(module: nn.Module, logits: Tensor) -> Tensor:
     return logits if finish.cap is None else torch.tanh(logits / finish.cap) * finish.cap
 
 
-def _finish_of(module: nn.Module) -> Finish:
+def _finish_of(module: nn.Module) -> LogitTransform:
     settings, factor = cast(Any, module).config.get_text_config(), 1.0
     if scale := getattr(settings, "logit_scale", None):  # Cohere
         factor *= scale
@@ -432,4 +432,4 @@ def _finish_of(module: nn.Module) -> Finish:
     if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
         factor *= multiplier
     cap = getattr(settings, "final_logit_softcapping", None)  # Gemma 2 and later
-    return Finish(factor, cap or None)
+    return LogitTransform(factor, cap or None)

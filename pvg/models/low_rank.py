@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LowRankAdapter:
     """Adapters in peft's format. `tensors` by peft's names: float32 lora_A.weight [rank, in] and lora_B.weight [out,
     rank]. `config`: the content of adapter_config.json."""
 

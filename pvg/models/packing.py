@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from pvg.models.padding import Rows, check_budget, counted, lengths_of
+from pvg.models.padding import JoinedRows, check_budget, counted, lengths_of
 from pvg.records import Int32
 
 
@@ -35,8 +35,8 @@ class PackedRows:
 
     ids_1T: Tensor
     positions_1T: Tensor
-    prompts: Rows
-    completions: Rows
+    prompts: JoinedRows
+    completions: JoinedRows
     prompt_of_N: Tensor
     mask: Tensor
     completion_tokens: int
@@ -68,8 +68,8 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
         "targets_M": np.concatenate(sequences)[before_N[rows_M] + columns_M],
     }
     return PackedRows(
-        prompts=Rows.of(prompts_U, device),
-        completions=Rows.of(inner_N, device),
+        prompts=JoinedRows.of(prompts_U, device),
+        completions=JoinedRows.of(inner_N, device),
         mask=_mask(prompts_U, prompt_of_N, int(inner_N.max())).to(device),
         completion_tokens=int(inner_N.sum()),
         lengths_N=lengths_N,

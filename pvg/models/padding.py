@@ -51,8 +51,8 @@ def token_budget_batches(
 ) -> list[NDArray[np.int64]]:
     """Row numbers in batches with rows x longest <= `budget` and at most `max_rows` rows each.
 
-    The longest rows come first, so a batch that does not fit in memory fails at once. Rows of equal length keep their
-    order, so the result depends only on the lengths. Each row is in exactly one batch.
+    The longest rows come first, so a batch that does not fit in memory fails at once. Rows of equal length keep
+    their order, so the result depends only on the lengths. Each row is in exactly one batch.
 
     `by_length=False` is the baseline for measuring this bucketing: rows keep their order, and each batch has the number
     of rows that would fit if all were as long as the longest.
@@ -91,7 +91,7 @@ def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class JoinedRows:
     """R rows with T tokens in total, stored consecutively, and their layout as a rectangle of width W, the longest row.
 
     `slots_T` is the position of each token in the rectangle [R * W]. `tokens_S` is the token at each position (any
@@ -104,7 +104,7 @@ class Rows:
     tokens_S: Tensor | None
 
     @classmethod
-    def of(cls, lengths: ArrayLike, device: torch.device | str = "cpu") -> Rows:
+    def of(cls, lengths: ArrayLike, device: torch.device | str = "cpu") -> JoinedRows:
         lengths_R = np.asarray(lengths, dtype=np.int64)
         width = int(lengths_R.max(initial=0))
         ends_R = np.cumsum(lengths_R)
@@ -149,7 +149,7 @@ WIDTH = 16
 HEIGHT = 8
 
 
-class Rectangle(NamedTuple):
+class PaddedBatch(NamedTuple):
     """The input of a VerifierModel. Rows beyond the given ones repeat the first; discard their results."""
 
     ids_BL: Tensor
@@ -176,7 +176,7 @@ def rectangle(
     *,
     token_budget: int,
     max_length: int,
-) -> Rectangle:
+) -> PaddedBatch:
     """The rows of one of `batches`, padded to the right width, and in height as far as the budget allows."""
     width = padded_width(max(map(len, rows)), max_length)
     height = max(len(rows), min(-(-len(rows) // HEIGHT) * HEIGHT, token_budget // width))
@@ -184,4 +184,4 @@ def rectangle(
     ids_BL, lengths_B = pad_right([*rows, *[rows[0]] * missing], pad_id, device)
     starts = [*prompt_lengths, *[prompt_lengths[0]] * missing]
     wide_BL = pad(ids_BL, (0, width - ids_BL.shape[1]), value=pad_id)
-    return Rectangle(wide_BL, lengths_B, torch.tensor(starts, dtype=torch.int64, device=device))
+    return PaddedBatch(wide_BL, lengths_B, torch.tensor(starts, dtype=torch.int64, device=device))

@@ -26,16 +26,16 @@ __all__ = [
     "ConnectionLimits",
     "Dispatcher",
     "Engine",
+    "EngineSetup",
     "GenerationRequest",
     "GroupOrder",
     "Sampling",
-    "Setting",
     "open_engine",
 ]
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetup:
     """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them. `run` names
     the folder of published weights. `prompts` returns the canary's prompts."""
 
@@ -47,12 +47,12 @@ class Setting:
     prompts: Callable[[], list[Int32]]
 
 
-def open_engine(setting: Setting) -> Engine:
+def open_engine(setting: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names. It sends no request yet: see `Engine.ready`."""
     return ENGINES[setting.experiment.rollout.engine](setting)
 
 
-def _open_torch(setting: Setting) -> Engine:
+def _open_torch(setting: EngineSetup) -> Engine:
     import torch
 
     from pvg.rollout.torch_engine import TorchEngine
@@ -73,7 +73,7 @@ def _open_torch(setting: Setting) -> Engine:
     )
 
 
-def _open_vllm(setting: Setting) -> Engine:
+def _open_vllm(setting: EngineSetup) -> Engine:
     from pvg.rollout.vllm.opening import open_vllm_engine
 
     return open_vllm_engine(
@@ -82,4 +82,4 @@ def _open_vllm(setting: Setting) -> Engine:
 
 
 # Engine names, as in the setting `rollout.engine`.
-ENGINES: dict[str, Callable[[Setting], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}
+ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}

@@ -28,7 +28,7 @@ from pvg.models.padding import pad_right, token_budget_batches
 from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.kv_cache import Placement, RowCache
+from pvg.rollout.kv_cache import PromptPlacement, RowCache
 from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -89,7 +89,7 @@ NO_STOP = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodedRow:
     """One row's result: `token_ids` int32 [C] including the stop token, and `logprobs` float32 [C] in nats. Both
     include the tokens that the request began with."""
 
@@ -100,7 +100,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DecodingJob:
     """A request to decode. `ticket` identifies it while it runs."""
 
     ticket: int
@@ -108,16 +108,16 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Result of one call of `Rows.turn`: finished rows by ticket, decoding steps, and live rows summed over the
+class TurnResult:
+    """Result of one call of `RunningRows.turn`: finished rows by ticket, decoding steps, and live rows summed over the
     steps."""
 
-    finished: list[tuple[int, Decoded]]
+    finished: list[tuple[int, DecodedRow]]
     steps: int
     live_rows: int
 
 
-class Rows(Protocol):
+class RunningRows(Protocol):
     """The rows that an engine is decoding. Only one thread at a time may use it. Discard it after an exception."""
 
     @property
@@ -125,7 +125,7 @@ class Rows(Protocol):
         """True if `turn` accepts jobs while rows run. If False, it accepts them only when all rows have finished."""
         ...
 
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs` and decode until at least one row finishes or a bounded number of steps is done.
 
         Another thread may set entries of `dropped_N` (by ticket) meanwhile. Such a row finishes at the next step with
@@ -136,7 +136,7 @@ class Rows(Protocol):
 
 
 class ModuleRows:
-    """`Rows` that decodes whole batches with `decode`, for every architecture."""
+    """`RunningRows` that decodes whole batches with `decode`, for every architecture."""
 
     def __init__(
         self,
@@ -155,12 +155,12 @@ class ModuleRows:
     def joins(self) -> bool:
         return False
 
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         assert [job.ticket for job in jobs] == list(range(len(jobs)))  # ticket = row number
         dropped_N = dropped_N[: len(jobs)]
         results = decode(self._module, [job.request for job in jobs], dropped_N, self._device, *self._switches)
         lengths = [len(result.token_ids) - job.request.tokens_begun for job, result in zip(jobs, results, strict=True)]
-        return Turn(
+        return TurnResult(
             [(job.ticket, result) for job, result in zip(jobs, results, strict=True)], max(lengths), sum(lengths)
         )
 
@@ -199,7 +199,7 @@ def decode(
     compaction: bool = True,
     shared_prefill: bool = True,
     routed_experts: bool = False,
-) -> list[Decoded]:
+) -> list[DecodedRow]:
     """Sample all requests in one batch. The results are in the order of the requests. Spans: prefill, decode.
 
     `dropped_N`: another thread may set entries while this runs; such a row ends at the next step with the tokens it
@@ -334,13 +334,13 @@ def _prefill(
     cache.slots.placements = None
 
 
-def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[Placement]:
+def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[PromptPlacement]:
     """One placement per distinct length: which prompts of the prefill batch go to which rows."""
     found = []
     for length in np.unique(lengths_B):
         pairs = [(row, prompt) for prompt in np.flatnonzero(lengths_B == length) for row in groups[prompt]]
         rows_F, prompts_F = torch.tensor(pairs, device=device).T
-        found.append(Placement(rows_F, prompts_F, int(length)))
+        found.append(PromptPlacement(rows_F, prompts_F, int(length)))
     return found
 
 
@@ -376,7 +376,7 @@ def _results(
     dropped_N: NDArray[np.bool_],
     tokens_NT: NDArray[np.int64],
     logprobs_NT: Float32,
-) -> list[Decoded]:
+) -> list[DecodedRow]:
     """Cut each row at its first stop token or its limit. What a finished row sampled afterwards is discarded."""
     results = []
     for row, request in enumerate(requests):
@@ -390,11 +390,11 @@ def _results(
 
 def finished_row(
     request: GenerationRequest, tokens: NDArray[np.int64], logprobs: Float32, stopped: bool, dropped: bool
-) -> Decoded:
+) -> DecodedRow:
     """A copy of a row's result. Raises TrainingDivergedError if its log-probs are not finite, unless it was dropped."""
     if not dropped and not np.isfinite(logprobs).all():
         raise diverged(request)
-    return Decoded(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
+    return DecodedRow(tokens.astype(np.int32), logprobs.copy(), "stop" if stopped else "length")
 
 
 def diverged(request: GenerationRequest) -> TrainingDivergedError:

@@ -16,20 +16,28 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import ConfigurationError
 from pvg.records import Grade, Group, Rollout, Turn
-from pvg.rollout.engine import Begun, Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, Engine, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.episodes import Environment, play_episodes
-from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.rollout.gathering import (
+    Deadline,
+    GroupOrder,
+    GroupSampling,
+    SampleCall,
+    all_or_none,
+    gatherings_of,
+    request_seed,
+)
 from pvg.rollout.grading import Grader
 from pvg.tasks.answers import same_answer
 
-__all__ = ["Call", "Dispatcher", "GroupOrder", "all_or_none", "request_seed"]
+__all__ = ["Dispatcher", "GroupOrder", "SampleCall", "all_or_none", "request_seed"]
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
     from pvg.tasks.task import Task
 
 
-def _group(gathering: Gathering[Rollout]) -> Group:
+def _group(gathering: GroupSampling[Rollout]) -> Group:
     """The group of a finished gathering. Raises CancelledError for a task cancelled by anything but the deadline."""
     cut = gathering.cut
     return Group(
@@ -98,13 +106,13 @@ class Dispatcher:
         """
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
-        call = Call(round_, source, step, seed, prefix)
+        call = SampleCall(round_, source, step, seed, prefix)
         bound = asyncio.Semaphore(self.concurrency) if gate is None else gate  # first come, first served
         if environment is not None:
             return await play_episodes(self, orders, call, environment, bound=bound, deadline=deadline, on_done=on_done)
         finished = 0
 
-        async def one(gathering: Gathering[Rollout], index: int) -> Rollout:
+        async def one(gathering: GroupSampling[Rollout], index: int) -> Rollout:
             nonlocal finished
             async with AsyncExitStack() as place:
                 await place.enter_async_context(bound)
@@ -126,7 +134,7 @@ class Dispatcher:
             return rollout
 
         arrived: dict[int, dict[int, Rollout]] = {}
-        gatherings: list[Gathering[Rollout]] = gatherings_of(orders, deadline)
+        gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, deadline)
         try:
             await all_or_none(
                 gathering.start([one(gathering, index) for index in range(gathering.order.size)])
@@ -141,17 +149,17 @@ class Dispatcher:
         self,
         order: GroupOrder,
         index: int,
-        call: Call,
+        call: SampleCall,
         *,
         leave: Callable[[], Awaitable[None]],
         tell: Callable[[int], None] | None = None,
-        begun: Begun | None = None,
+        begun: PartialCompletion | None = None,
     ) -> Rollout:
         """Sample and grade rollout `index` of `order`; with `begun`, continue a completion that was cut short.
 
         Calls `leave` after sampling, before grading, to free its place in the engine. So grading does not affect which
-        request the engine gets next, or when. Raises CutShort if the engine cuts the request (`Call.rollout_id` is its
-        id).
+        request the engine gets next, or when. Raises CutShort if the engine cuts the request (`SampleCall.rollout_id`
+        is its id).
         """
         rollout_id = call.rollout_id(order, index)
         seed = request_seed(call.seed, order.group, index)
@@ -164,7 +172,7 @@ class Dispatcher:
     def recorded(
         self,
         order: GroupOrder,
-        call: Call,
+        call: SampleCall,
         rollout_id: str,
         completion: Completion,
         text: str,

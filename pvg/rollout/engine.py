@@ -34,7 +34,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PartialCompletion:
     """The tokens of a completion that was cut short: `token_ids` int32 [T], T >= 1, without a stop token, and
     `logprobs` float32 [T] in nats. `spans`: the versions that sampled them. `timing`: the time so far. `routed_experts`
     [P + T - 1, layers, k] if the engine reports them."""
@@ -54,7 +54,7 @@ class Begun:
 class CutShort(Exception):
     """Raised by `generate` for a request that `Engine.cut` ended. `begun`: its tokens so far; None: it has none."""
 
-    def __init__(self, begun: Begun | None) -> None:
+    def __init__(self, begun: PartialCompletion | None) -> None:
         super().__init__("the request was cut short")
         self.begun = begun
 
@@ -73,7 +73,7 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
-    begun: Begun | None = field(default=None, compare=False)
+    begun: PartialCompletion | None = field(default=None, compare=False)
 
     @property
     def tokens_begun(self) -> int:
@@ -227,7 +227,7 @@ def _complaint(request: GenerationRequest) -> str:
     return next((complaint for complaint, is_so in complaints.items() if is_so), "")
 
 
-def _can_go_on(begun: Begun, prompt: int, sampling: Sampling) -> bool:
+def _can_go_on(begun: PartialCompletion, prompt: int, sampling: Sampling) -> bool:
     ids, spans, experts = begun.token_ids, begun.spans, begun.routed_experts
     return (
         0 < len(ids) < sampling.max_tokens

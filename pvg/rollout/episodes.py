@@ -28,13 +28,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pvg.records import Float32, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
-from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
+from pvg.records import Float32, Grade, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
+from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.gathering import (
+    Deadline,
+    GroupOrder,
+    GroupSampling,
+    SampleCall,
+    all_or_none,
+    gatherings_of,
+    request_seed,
+)
+from pvg.rollout.grading import Grader
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
-    from pvg.rollout.dispatcher import Dispatcher
 
 
 TAG_ROOM, QUOTED_ROOM = 8, 320  # most tokens of a question in the challenge protocol
@@ -87,6 +95,25 @@ class Environment(Protocol):
         ...
 
 
+class EpisodeSampler(Protocol):
+    """What `play_episodes` needs of the dispatcher (pvg.rollout.dispatcher.Dispatcher), which imports this module."""
+
+    engine: Engine
+    grader: Grader
+    sampling: Sampling
+
+    def recorded(
+        self,
+        order: GroupOrder,
+        call: SampleCall,
+        rollout_id: str,
+        completion: Completion,
+        text: str,
+        grade: Grade,
+        turns: tuple[Turn, ...] = (),
+    ) -> Rollout: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Episode:
     order: GroupOrder
@@ -95,8 +122,8 @@ class _Episode:
     completions: list[Completion] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
 
-    def request(self, dispatcher: Dispatcher, seed: int, tell: Callable[[int], None] | None) -> GenerationRequest:
-        turn, sampling = len(self.completions), dispatcher.sampling
+    def request(self, sampler: EpisodeSampler, seed: int, tell: Callable[[int], None] | None) -> GenerationRequest:
+        turn, sampling = len(self.completions), sampler.sampling
         if not turn:
             return GenerationRequest(self.id, self.order.prompt_ids, sampling, seed, on_tokens=tell)
         sampling = replace(sampling, max_tokens=self.observations[-1].max_tokens)
@@ -171,9 +198,9 @@ class _Played:
 
 
 async def play_episodes(
-    dispatcher: Dispatcher,
+    sampler: EpisodeSampler,
     orders: Sequence[GroupOrder],
-    call: Call,
+    call: SampleCall,
     environment: Environment,
     *,
     bound: AbstractAsyncContextManager[None],
@@ -188,7 +215,7 @@ async def play_episodes(
     waiting = {episode for part in played for episode in part.episodes}
     turn = 0
     while waiting:
-        await _take_turn(dispatcher, played, waiting, call, turn, bound, deadline)
+        await _take_turn(sampler, played, waiting, call, turn, bound, deadline)
         written = [episode for part in played for episode in part.episodes if episode in waiting]
         observed = await environment.observe([episode.transcript() for episode in written])
         waiting = set()
@@ -198,7 +225,7 @@ async def play_episodes(
                 waiting.add(episode)
         turn += 1
     grading = [
-        [asyncio.create_task(_finished(dispatcher, episode, call, environment)) for episode in part.episodes]
+        [asyncio.create_task(_finished(sampler, episode, call, environment)) for episode in part.episodes]
         for part in played
     ]
     await all_or_none(grading)
@@ -218,30 +245,30 @@ async def play_episodes(
 
 
 async def _take_turn(
-    dispatcher: Dispatcher,
+    sampler: EpisodeSampler,
     played: Sequence[_Played],
     waiting: set[_Episode],
-    call: Call,
+    call: SampleCall,
     turn: int,
     bound: AbstractAsyncContextManager[None],
     deadline: Deadline | None,
 ) -> None:
     """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `played`."""
 
-    async def one(gathering: Gathering[Completion], place: int, episode: _Episode) -> Completion:
+    async def one(gathering: GroupSampling[Completion], place: int, episode: _Episode) -> Completion:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(bound)
             if gathering.watch is not None:
                 gathering.watch.begin()
             tell = None if gathering.watch is None else partial(gathering.told.__setitem__, place)
             seed = request_seed(call.seed, episode.order.group, episode.index, turn)
-            completion = await dispatcher.engine.generate(episode.request(dispatcher, seed, tell))
+            completion = await sampler.engine.generate(episode.request(sampler, seed, tell))
             await gathering.sampled(stack)
         gathering.finishes.append(time.perf_counter())
         return completion
 
     live = [[episode for episode in part.episodes if episode in waiting] for part in played]
-    gatherings: list[Gathering[Completion]] = gatherings_of([part.order for part in played], deadline)
+    gatherings: list[GroupSampling[Completion]] = gatherings_of([part.order for part in played], deadline)
     try:
         await all_or_none(
             gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])
@@ -263,10 +290,10 @@ async def _take_turn(
         part.spread_s += gathering.spread_s
 
 
-async def _finished(dispatcher: Dispatcher, episode: _Episode, call: Call, environment: Environment) -> Rollout:
-    texts = [dispatcher.grader.text(completion) for completion in episode.completions]
+async def _finished(sampler: EpisodeSampler, episode: _Episode, call: SampleCall, environment: Environment) -> Rollout:
+    texts = [sampler.grader.text(completion) for completion in episode.completions]
     graded = episode.completions[environment.graded_turn]
-    _, grade = await dispatcher.grader.grade(episode.order.problem, graded)
+    _, grade = await sampler.grader.grade(episode.order.problem, graded)
     completion, turns = episode.joined(texts)
     text = "".join(turn.text for turn in turns) if turns else texts[0]
-    return dispatcher.recorded(episode.order, call, episode.id, completion, text, grade, turns)
+    return sampler.recorded(episode.order, call, episode.id, completion, text, grade, turns)

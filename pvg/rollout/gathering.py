@@ -56,7 +56,7 @@ def compares_within_groups(experiment: Experiment) -> bool:
     return not experiment.training.groupless or experiment.game.reward in ("src", "decoupled")
 
 
-class Watch:
+class DeadlineWatch:
     """Applies a deadline to one set of tasks: cancels the unfinished ones when the time is up and enough have
     finished."""
 
@@ -131,7 +131,7 @@ class GroupOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SampleCall:
     """The fields that all rollouts of one call of `sample` share."""
 
     round: int
@@ -145,11 +145,11 @@ class Call:
 
 
 @dataclass(slots=True)
-class Gathering(Generic[T]):
+class GroupSampling(Generic[T]):
     """One group while it is sampled. `told`: tokens of each rollout so far, if the engine reports them."""
 
     order: GroupOrder
-    watch: Watch | None
+    watch: DeadlineWatch | None
     tasks: list[asyncio.Task[T]] = field(default_factory=list)
     finishes: list[float] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)
@@ -188,13 +188,13 @@ def request_seed(seed: int, group: int, index: int, turn: int = 0) -> int:
     return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0])
 
 
-def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[Gathering[Any]]:
+def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[GroupSampling[Any]]:
     if deadline is None:
-        return [Gathering(order, None) for order in orders]
+        return [GroupSampling(order, None) for order in orders]
     if deadline.over == "group":
-        return [Gathering(order, Watch(deadline)) for order in orders]
-    watch = Watch(deadline)
-    return [Gathering(order, watch) for order in orders]
+        return [GroupSampling(order, DeadlineWatch(deadline)) for order in orders]
+    watch = DeadlineWatch(deadline)
+    return [GroupSampling(order, watch) for order in orders]
 
 
 async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pvg.config.sections import Rollouts
 from pvg.records import Grade, Int32, Problem
 from pvg.rollout.engine import Completion
-from pvg.tasks.task import Batching
+from pvg.tasks.task import GradesInBatches
 from pvg.telemetry.spans import span, submit_in
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Grader:
 
     def _trip(self, trip: list[_Waiting]) -> list[Graded]:
         with span("grade"):
-            if not isinstance(self._task, Batching):
+            if not isinstance(self._task, GradesInBatches):
                 return [self._graded(waiting.problem, waiting.completion) for waiting in trip]
             solutions = [(w.problem, self._tokenizer.decode(_without_stop(w.completion))) for w in trip]
             grades = self._task.grade_many(solutions)

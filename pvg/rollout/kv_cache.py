@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PromptPlacement:
     """The first `length` tokens of prefill row `prompts_F[f]` become the prompt of cache row `rows_F[f]`."""
 
     rows_F: Tensor
@@ -26,7 +26,7 @@ class Placement:
 
 
 @dataclass(slots=True)
-class Slots:
+class CacheSlots:
     """State shared by all layers. `rows` are in use, `columns` are filled, and the first `start` columns hold
     prompts."""
 
@@ -34,13 +34,13 @@ class Slots:
     start: int
     capacity: int
     columns: int
-    placements: Sequence[Placement] | None = None
+    placements: Sequence[PromptPlacement] | None = None
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """One layer: keys and values [rows, heads, capacity, head width]."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: CacheSlots) -> None:
         super().__init__()
         self._slots = slots
 
@@ -92,7 +92,7 @@ class RowCache(Cache):  # type: ignore[misc]
     """A transformers cache for `rows` rows whose prompts, without their last tokens, fit in `start` columns."""
 
     def __init__(self, rows: int, start: int, capacity: int) -> None:
-        self.slots = Slots(rows=rows, start=start, capacity=capacity, columns=start)
+        self.slots = CacheSlots(rows=rows, start=start, capacity=capacity, columns=start)
         super().__init__(layer_class_to_replicate=partial(RowLayer, self.slots))
 
     def advance(self) -> None:

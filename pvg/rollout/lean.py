@@ -21,10 +21,11 @@ Attention of one new token per row over the cached columns has two implementatio
     attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
     out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
 
-`ByKernel` uses torch's fused kernel, for any device and dtype. In its cache the tokens of one head are contiguous.
+`KernelAttention` uses torch's fused kernel, for any device and dtype. In its cache the tokens of one head are
+contiguous.
 
-`ByProducts` takes about half the time on a CPU in float32. Reading the cache dominates the cost of attention, so the
-heads of one token are contiguous: a new token is one write, and a row is read in order.
+`ProductAttention` takes about half the time on a CPU in float32. Reading the cache dominates the cost of attention,
+so the heads of one token are contiguous: a new token is one write, and a row is read in order.
 - Scores: one product per row for all heads. Each head's query fills its block of a row of zeros, so products with whole
   tokens give that head's scores. This takes K times the multiplications, but memory is the bottleneck anyway.
 - Values: a weighted sum of table rows, which torch has as `embedding_bag`, with prefetching.
@@ -46,7 +47,7 @@ Zeros = Callable[[tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPrefixes:
     """Groups of `rows` consecutive rows have the same tokens in their first `columns` columns."""
 
     rows: int
@@ -61,7 +62,7 @@ class Attention(Protocol):
         """Keys and values [layers, 2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
         ...
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         """Prepare a step in which row r sees the columns up to `position_R[r]`, all below `columns`. For `shared`
         columns, the implementation may read only the first row of each group."""
         ...
@@ -75,7 +76,7 @@ class Attention(Protocol):
         ...
 
 
-class ByProducts:
+class ProductAttention:
     """Attention by matrix products, for a cache of `rows` rows and `columns` columns on a CPU."""
 
     def __init__(self, rows: int, columns: int, heads: int, kv_heads: int, width: int) -> None:
@@ -93,7 +94,7 @@ class ByProducts:
     def buffer(self, zeros: Zeros, layers: int) -> Tensor:
         return zeros((layers, 2, *self._shape))
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         rows, self._shared = len(position_R), shared
         self._tokens_R = torch.arange(rows) * self._shape[1] + position_R
         hidden_R1T = torch.arange(columns) > position_R[:, None, None]
@@ -140,7 +141,7 @@ class ByProducts:
         return scores_RHT
 
 
-class ByKernel:
+class KernelAttention:
     """Attention by torch's fused kernel. The queries of a group are rows of one matrix, so keys are read once for
     them."""
 
@@ -152,7 +153,7 @@ class ByKernel:
         self._dtype = kv.dtype
         return kv.transpose(3, 4)
 
-    def prepare(self, position_R: Tensor, columns: int, shared: Shared | None = None) -> None:
+    def prepare(self, position_R: Tensor, columns: int, shared: SharedPrefixes | None = None) -> None:
         del shared  # the kernel reads the columns of every row
         device, (_, kv_heads, capacity, _) = position_R.device, self._shape
         head_RK = torch.arange(len(position_R) * kv_heads, device=device).view(-1, kv_heads)
@@ -262,9 +263,9 @@ class LeanDecoder:
     def new_cache(self, rows: int, columns: int) -> LeanCache:
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
-            ByProducts(rows, columns, self._heads, self._kv_heads, self._width)
+            ProductAttention(rows, columns, self._heads, self._kv_heads, self._width)
             if self._products
-            else ByKernel(rows, columns, self._kv_heads, self._width)
+            else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
         kv = attention.buffer(lambda shape: _zeros(shape, self._embedding.dtype, self.device), len(self._layers))
         return LeanCache(kv, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
@@ -294,7 +295,7 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def step(
-        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: Shared | None = None
+        self, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int, shared: SharedPrefixes | None = None
     ) -> Tensor:
         """logits_RV after the tokens `token_R` int64 at positions `position_R` int64 of the cache's first R rows.
 

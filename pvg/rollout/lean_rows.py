@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from pvg.models.padding import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
-from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, Decoded, Job, Turn, finished_row
+from pvg.rollout.decoding import COMPACT_SHARE, PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.lean import LeanCache, LeanDecoder, Shared
+from pvg.rollout.lean import LeanCache, LeanDecoder, SharedPrefixes
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 
@@ -86,7 +86,7 @@ class _Slots:
 
 
 class LeanRows:
-    """Decodes at most `max_rows` rows at once. Only the compute thread may call `turn`; see `Rows` in
+    """Decodes at most `max_rows` rows at once. Only the compute thread may call `turn`; see `RunningRows` in
     pvg.rollout.decoding.
 
     `shared_attention`: while all slots are equal-sized groups of adjacent rows with the same prompt, a step reads the
@@ -112,14 +112,14 @@ class LeanRows:
         self._slots = _Slots.empty(0, 0, 1)
         self._cache: LeanCache | None = None
         self._settings: RowSettings | None = None  # of the slots in use; None: recompute them, and `_shared`
-        self._shared: Shared | None = None
+        self._shared: SharedPrefixes | None = None
 
     @property
     def joins(self) -> bool:
         return self._continuous
 
     @torch.inference_mode()
-    def turn(self, jobs: Sequence[Job], dropped_N: NDArray[np.bool_]) -> Turn:
+    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs`, then decode until enough rows have finished. Including `jobs`, at most `max_rows` may run."""
         if jobs:
             with span("prefill", device=True):
@@ -129,7 +129,7 @@ class LeanRows:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, jobs: Sequence[Job]) -> None:
+    def _admit(self, jobs: Sequence[DecodingJob]) -> None:
         requests = [job.request for job in jobs]
         slots = self._places(len(jobs))
         self._make_room(max(slots) + 1, requests)
@@ -202,8 +202,8 @@ class LeanRows:
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
-    def _decode(self, dropped_N: NDArray[np.bool_]) -> Turn:
-        done: list[tuple[int, Decoded]] = []
+    def _decode(self, dropped_N: NDArray[np.bool_]) -> TurnResult:
+        done: list[tuple[int, DecodedRow]] = []
         steps = live_rows = 0
         live = self._live
         enough = max(1, int(TURN_SHARE * live)) if self._continuous else live
@@ -217,7 +217,7 @@ class LeanRows:
                 self._compact()
         if not live:
             self._extent = 0
-        return Turn(done, steps, live_rows)
+        return TurnResult(done, steps, live_rows)
 
     @property
     def _live(self) -> int:
@@ -252,7 +252,7 @@ class LeanRows:
         kept.position_R[rows_L] += 1  # not for finished rows: they must stay inside their columns
         return rows_L
 
-    def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, Decoded]]:
+    def _ended(self, rows_L: NDArray[np.int64], dropped_N: NDArray[np.bool_]) -> list[tuple[int, DecodedRow]]:
         """Tickets and results of the rows that ended in this step. The log-probs of dropped rows are not checked."""
         kept = self._slots
         stopped_L = (kept.token_R[rows_L, None] == kept.stop_RS[rows_L]).any(axis=1)
@@ -288,7 +288,7 @@ class LeanRows:
         self._settings = None
 
 
-def _shared_columns(requests: Sequence[GenerationRequest]) -> Shared | None:
+def _shared_columns(requests: Sequence[GenerationRequest]) -> SharedPrefixes | None:
     """The columns that groups of adjacent rows share, or None if too few. The group size is the largest for which every
     group has only one prompt. The last prompt token does not count: it is the first input of decoding."""
     prompts = [request.prompt_ids.tobytes() for request in requests]
@@ -296,4 +296,4 @@ def _shared_columns(requests: Sequence[GenerationRequest]) -> Shared | None:
     rows = math.gcd(len(prompts), *changes)
     columns = min(len(request.prompt_ids) for request in requests) - 1
     spared = columns * (len(prompts) - len(prompts) // rows)
-    return Shared(rows, columns) if spared > FEW_COLUMNS else None
+    return SharedPrefixes(rows, columns) if spared > FEW_COLUMNS else None

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 
 from pvg.errors import StateError
 from pvg.records import Group, Rollout
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder, all_or_none
-from pvg.rollout.engine import Begun, CutShort, Engine
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, all_or_none
+from pvg.rollout.engine import CutShort, Engine, PartialCompletion
 from pvg.rollout.gathering import Deadline, compares_within_groups, training_deadline
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 LEAST_OF_GROUP = 2  # fewer have no meaningful mean
 
 # Returns the orders of batch b of the phase, and their call.
-Plan = Callable[[int], tuple[Sequence[GroupOrder], Call]]
+Plan = Callable[[int], tuple[Sequence[GroupOrder], SampleCall]]
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class _Unit:
 
     number: int
     order: GroupOrder
-    call: Call
+    call: SampleCall
     indices: tuple[int, ...]
     finished: dict[int, Rollout] = field(default_factory=dict)
-    begun: dict[int, Begun] = field(default_factory=dict)
+    begun: dict[int, PartialCompletion] = field(default_factory=dict)
     finishes: list[float] = field(default_factory=list)  # times in the current call
 
     @property

@@ -44,7 +44,7 @@ Prefer = Literal["fresh", "old"]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class BufferedGroup:
     """A group, the trainer's version when it arrived, and the `oldest` version among its tokens. The latter is computed
     once, because every arrival compares all waiting groups."""
 
@@ -54,7 +54,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Drops:
+class DroppedRollouts:
     """Sampled rollouts that were too old when they arrived or after waiting, and their completion tokens."""
 
     on_arrival: int = 0
@@ -66,10 +66,10 @@ class GroupBuffer:
     """Finished groups that wait for the trainer. `budget`: the most versions that a rollout may be behind."""
 
     def __init__(self, budget: int, prefer: Prefer = "fresh") -> None:
-        self.drops = Drops()
+        self.drops = DroppedRollouts()
         self._budget = budget
         self._sign = -1 if prefer == "fresh" else 1
-        self._waiting: list[Taken] = []  # in order of arrival
+        self._waiting: list[BufferedGroup] = []  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -80,7 +80,7 @@ class GroupBuffer:
 
     def put(self, group: Group, version: int) -> None:
         """Add a group that arrives at trainer version `version`. Raises ValueError if it has no rollouts."""
-        arrival = Taken(group, version, oldest(group))
+        arrival = BufferedGroup(group, version, oldest(group))
         if self._within(arrival, version):
             self._waiting.append(arrival)
         else:
@@ -96,7 +96,7 @@ class GroupBuffer:
                 self.drops.waiting += self._dropped(arrival)
         self._waiting = kept
 
-    def take(self, wanted: Mapping[Role, int], version: int) -> list[Taken] | None:
+    def take(self, wanted: Mapping[Role, int], version: int) -> list[BufferedGroup] | None:
         """The `wanted` number of groups of each role within the budget, in order of arrival; None if a role has too
         few. Among equally fresh groups, the first to arrive are taken."""
         self.expire(version)
@@ -114,10 +114,10 @@ class GroupBuffer:
         self._waiting = [arrival for place, arrival in enumerate(self._waiting) if place not in chosen]
         return taken
 
-    def _within(self, arrival: Taken, version: int) -> bool:
+    def _within(self, arrival: BufferedGroup, version: int) -> bool:
         return version - arrival.oldest <= self._budget
 
-    def _dropped(self, arrival: Taken) -> int:
+    def _dropped(self, arrival: BufferedGroup) -> int:
         self.drops.tokens += sum(len(rollout.completion_ids) for rollout in arrival.group.rollouts)
         return len(arrival.group.rollouts)
 
@@ -129,7 +129,7 @@ def oldest(group: Group) -> int:
 # --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
-class Gate:
+class AdmissionGate:
     """Bounds the requests in flight over all groups that share `semaphore`. `version`: the trainer's version when the
     group's first request entered the engine, so no token is older; None: all its requests still wait."""
 
@@ -149,12 +149,12 @@ class Gate:
         self._semaphore.release()
 
 
-Sample = Callable[[Role, Gate], Coroutine[Any, Any, Group]]
+Sample = Callable[[Role, AdmissionGate], Coroutine[Any, Any, Group]]
 Shares = Callable[[int], Mapping[Role, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostRollouts:
     """Discarded work since the pipeline was created. `groups_cancelled` were too old while still in flight. The other
     fields count sampled rollouts that were too old, and their tokens."""
 
@@ -195,7 +195,7 @@ class Pipeline:
         self._budget = budget
         self._semaphore = asyncio.Semaphore(concurrency)  # first come, first served
         self._buffer = GroupBuffer(budget, prefer)
-        self._running: dict[asyncio.Task[Group], tuple[Role, Gate]] = {}
+        self._running: dict[asyncio.Task[Group], tuple[Role, AdmissionGate]] = {}
         self._hopeless: set[asyncio.Task[Group]] = set()
         self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
@@ -217,9 +217,9 @@ class Pipeline:
         return self._starved
 
     @property
-    def lost(self) -> Lost:
+    def lost(self) -> LostRollouts:
         drops = self._buffer.drops
-        return Lost(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
+        return LostRollouts(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
 
     def start(self) -> None:
         """Start sampling. Call it outside the spans of single steps, because it continues during them."""
@@ -227,7 +227,7 @@ class Pipeline:
         self._producer = asyncio.create_task(self._produce())
         self._producer.add_done_callback(self._ended)
 
-    async def take(self) -> list[Taken]:
+    async def take(self) -> list[BufferedGroup]:
         """The groups of the next batch, in order of arrival. Raises the error of a failed group."""
         assert self._batches != 0, "took more batches than the pipeline was created for"
         wanted = self._shares(self._batch)
@@ -296,7 +296,7 @@ class Pipeline:
             while lacking := [role for role, most in self._room_for.items() if there[role] < most]:
                 # The role with the lowest share of its target comes first, because requests are served in order.
                 role = min(lacking, key=lambda role: there[role] / self._room_for[role])
-                gate = Gate(self, self._semaphore)
+                gate = AdmissionGate(self, self._semaphore)
                 task = asyncio.create_task(self._sample(role, gate))
                 there[role] += 1
                 self._running[task] = role, gate

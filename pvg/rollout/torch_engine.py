@@ -34,12 +34,20 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32
-from pvg.rollout.decoding import Decoded, Job, ModuleRows, Rows, Turn, diverged
-from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, diverged
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    EngineStats,
+    GenerationRequest,
+    PartialCompletion,
+    check_request,
+)
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 from pvg.rollout.lean_rows import LeanRows
 from pvg.servers.update import SyncTiming, WeightUpdate
-from pvg.telemetry.events import Events, Unheard
+from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in
 
 if TYPE_CHECKING:
@@ -111,8 +119,8 @@ class TorchEngine(Engine):
         self._lean = lean
         self._continuous = continuous
         self._routed_experts = routed_experts
-        self._rows: Rows | None = None  # created in the executor by the first batch; discarded after an error
-        self._events = events or Unheard()
+        self._rows: RunningRows | None = None  # created in the executor by the first batch; discarded after an error
+        self._events = events or SilentEvents()
         self._queue: deque[_Pending] = deque()
         self._batch: _Batch | None = None
         self._dropped_N: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)  # by ticket
@@ -281,12 +289,12 @@ class TorchEngine(Engine):
         self._deliver(batch, jobs, work.result(), time.perf_counter() - started)
         return None
 
-    def _decode(self, jobs: list[Job]) -> Turn:
+    def _decode(self, jobs: list[DecodingJob]) -> TurnResult:
         if self._rows is None:
             self._rows = self._open_rows()
         return self._rows.turn(jobs, self._dropped_N)
 
-    def _open_rows(self) -> Rows:
+    def _open_rows(self) -> RunningRows:
         """Choose the decoder and log an event with the choice and its reason. Runs in the executor, because it
         computes."""
         model, reason = self._model, "rollout.decoding"
@@ -316,11 +324,11 @@ class TorchEngine(Engine):
             routed_experts=self._routed_experts,
         )
 
-    def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[Job]:
+    def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[DecodingJob]:
         free = (ticket for ticket in range(self._max_rows) if ticket not in batch.running)
         jobs, now = [], time.perf_counter()
         for ticket, pending in zip(free, newcomers, strict=False):
-            jobs.append(Job(ticket, pending.request))
+            jobs.append(DecodingJob(ticket, pending.request))
             self._dropped_N[ticket] = pending.future.done()
             pending.admitted = now
             pending.future.add_done_callback(partial(self._drop, ticket, pending))
@@ -332,7 +340,7 @@ class TorchEngine(Engine):
         if self._batch is not None and self._batch.running.get(ticket) is pending:
             self._dropped_N[ticket] = True
 
-    def _deliver(self, batch: _Batch, jobs: list[Job], turn: Turn, seconds: float) -> None:
+    def _deliver(self, batch: _Batch, jobs: list[DecodingJob], turn: TurnResult, seconds: float) -> None:
         delivered = 0
         now = time.perf_counter()
         for ticket, result in turn.finished:
@@ -358,14 +366,14 @@ class TorchEngine(Engine):
             live_rows=stats.live_rows + turn.live_rows,
         )
 
-    def _hand_over(self, pending: _Pending, result: Decoded, now: float) -> None:
+    def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)
         spans, experts = request.spans(length, self._version), request.experts(result.routed_experts)
         timing = request.timing(pending.admitted - pending.arrived, now - pending.admitted)
         if pending.cut and not np.isfinite(result.logprobs).all():
             _fail(pending, diverged(request))
         elif pending.cut and result.finish_reason == "length" and length < request.sampling.max_tokens:
-            _fail(pending, CutShort(Begun(result.token_ids, result.logprobs, spans, timing, experts)))
+            _fail(pending, CutShort(PartialCompletion(result.token_ids, result.logprobs, spans, timing, experts)))
         else:
             finish, logprobs = result.finish_reason, result.logprobs
             completion = Completion(request.id, result.token_ids, logprobs, spans, finish, timing, experts)

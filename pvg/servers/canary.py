@@ -1,4 +1,4 @@
-"""Two proofs that a server has the published weights: log-probs (`Canary`) and checksums of tensors (`Checksums`).
+"""Two proofs that a server has the published weights: log-probs (`Canary`) and checksums of tensors (`ChecksumTest`).
 
 `Canary`: trainer and server compute log-probs of the same fixed sequences. They compute differently, so the last digits
 differ. Weights that did not arrive, or only in part, differ by more. Two rules:
@@ -9,7 +9,7 @@ differ. Weights that did not arrive, or only in part, differ by more. Two rules:
   version is kept, and later ones more sparsely with age. So a server that never loads anything is detected once all
   steps together have moved the log-probs by a few times the noise.
 
-`Checksums` compares tensors bit by bit. vLLM renames and reshapes most tensors (it fuses projections, pads
+`ChecksumTest` compares tensors bit by bit. vLLM renames and reshapes most tensors (it fuses projections, pads
 vocabularies, and its CPU build packs matrices). So only those it keeps can be compared: norms, and embeddings of even
 sizes. The canary covers the rest.
 """
@@ -38,7 +38,7 @@ VOCABULARY_PADDING = 64  # vLLM pads the rows of embeddings to a multiple of thi
 NOTHING = hashlib.sha256(b"").hexdigest()  # digest of a tensor that the server holds in another form
 
 
-class Checksums:
+class ChecksumTest:
     """`dtype`: the servers' dtype. `always`: check every update, not only until weights have changed.
 
     Servers start with the first version of a run, so a match there does not prove that loading works. By default,
@@ -108,7 +108,7 @@ EARLIER = 16  # number of remembered versions
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedLogprobs:
     """The trainer's log-probs of the sequences, float32 [L - 1] each in nats, and those of `earlier` versions, oldest
     first. `moved`: the largest change since the previous version."""
 
@@ -135,7 +135,7 @@ class Canary:
         self.sequences: tuple[Int32, ...] = ()
         self._earlier: list[tuple[int, tuple[Float32, ...]]] = []
 
-    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> Expected:
+    async def expect(self, tensors: Mapping[str, Tensor], version: int) -> ExpectedLogprobs:
         """The log-probs that servers must have under `tensors`. Raises TrainingDivergedError if they are not finite."""
         if not self.sequences:
             self.sequences = tuple(await run_in(self._executor, self._make))
@@ -147,9 +147,9 @@ class Canary:
             )
         earlier = tuple(self._earlier)
         self._earlier = _thinned([*self._earlier, (version, found)])
-        return Expected(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
+        return ExpectedLogprobs(version, found, earlier, _largest(found, earlier[-1][1]) if earlier else 0.0)
 
-    def check(self, server: str, expected: Expected, found: Sequence[Float32]) -> float:
+    def check(self, server: str, expected: ExpectedLogprobs, found: Sequence[Float32]) -> float:
         """Returns the largest gap in nats. Raises WeightsNotArrivedError with the server and the version."""
         gap = _largest(expected.logprobs, found)
         if not gap <= self.tolerance:  # also true for NaN

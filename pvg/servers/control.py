@@ -2,7 +2,7 @@
 
     control = ControlClient("http://127.0.0.1:8000", pool)
     info = await control.info()
-    delivery = await control.load_weights(name="run-1/v000012", label=Label(session, 12), trace="1f3a")
+    delivery = await control.load_weights(name="run-1/v000012", label=WeightLabel(session, 12), trace="1f3a")
 
 The pool is separate (`weights.client = "dedicated"`), with a new connection for every call, or generation's ("shared").
 The server timestamps each call at its first byte and reports its working time. The rest of the wall time is waiting: in
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.servers.labels import Label
-from pvg.servers.pool import HttpPool, Malformed, Refused, Reply
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply
 
 PROTOCOL = 1  # version of the routes below /pvg
 GENERATION_ID = "generate-tokens-"  # vLLM's prefix for the ids of token requests
@@ -49,12 +49,12 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class DeliveryTiming:
     """One update of one server. Times in milliseconds; `parts` divides `rpc_ms` into pause, load and resume. `sent_ns`,
     `received_ns`: time of the call, and of its first byte at the server, each by the local clock."""
 
     url: str
-    label: Label
+    label: WeightLabel
     wall_ms: float
     rpc_ms: float
     received_ns: int
@@ -95,7 +95,7 @@ class ControlClient:
         """The server's status. This also queries its engine, so a server whose engine hangs does not answer."""
         try:
             reply = await self._call("GET", "/pvg/info", None, self._probe_timeout_s)
-        except Refused as error:
+        except RefusedRequest as error:
             if error.status == 404:
                 raise MissingRequirementError(
                     f"{self.url} has no pvg control routes.", "Start it with: pvg serve EXPERIMENT"
@@ -111,10 +111,10 @@ class ControlClient:
         told = {**found, "url": self.url}
         for name, kind in get_type_hints(ServerInfo).items():
             if type(told.get(name)) is not kind:
-                raise Malformed(self.url, f"in /pvg/info, {name!r} is missing or not of type {kind.__name__}")
+                raise MalformedReply(self.url, f"in /pvg/info, {name!r} is missing or not of type {kind.__name__}")
         return ServerInfo(**{name: told[name] for name in ServerInfo.__slots__})
 
-    async def load_weights(self, name: str, label: Label, trace: str, *, keep_kv: bool = False) -> Delivery:
+    async def load_weights(self, name: str, label: WeightLabel, trace: str, *, keep_kv: bool = False) -> DeliveryTiming:
         """Make the server load the weights in folder `name` of its root: pause (keeping requests in flight), load,
         label, resume. Returns when this is done; immediately if the server already has the label.
 
@@ -123,11 +123,11 @@ class ControlClient:
         """
         return await self._update("/pvg/servers", {"name": name, "keep_kv": keep_kv}, label, trace)
 
-    async def load_adapter(self, name: str, label: Label, trace: str) -> Delivery:
+    async def load_adapter(self, name: str, label: WeightLabel, trace: str) -> DeliveryTiming:
         """Make the server load the adapter in folder `name` of its root, as a model named like the label."""
         return await self._update("/pvg/adapters", {"name": name}, label, trace)
 
-    async def unload_adapter(self, label: Label, trace: str) -> None:
+    async def unload_adapter(self, label: WeightLabel, trace: str) -> None:
         """Unload the adapter with that label. It is not an error if it is not loaded."""
         await self._call("POST", "/pvg/adapters/unload", {"label": str(label)}, self._timeout_s, trace)
 
@@ -149,21 +149,21 @@ class ControlClient:
         body: Mapping[str, Any] = {"action": "checksum"}
         found = (await self._call("POST", "/weight_checker", body, self._timeout_s)).json()
         if not isinstance(found, dict) or not isinstance(found.get("checksums"), dict):
-            raise Malformed(self.url, "/weight_checker gave no checksums")
+            raise MalformedReply(self.url, "/weight_checker gave no checksums")
         return {str(name): str(digest) for name, digest in found["checksums"].items()}
 
     async def call(self, path: str, body: Mapping[str, Any] | None, trace: str = "") -> Reply:
         """POST to another of vLLM's RL routes."""
         return await self._call("POST", path, body, self._timeout_s, trace)
 
-    async def _update(self, path: str, body: Mapping[str, Any], label: Label, trace: str) -> Delivery:
+    async def _update(self, path: str, body: Mapping[str, Any], label: WeightLabel, trace: str) -> DeliveryTiming:
         started, sent_ns = time.perf_counter(), time.time_ns()
         reply = await self._call("POST", path, {**body, "label": str(label)}, self._timeout_s, trace)
         wall_ms = (time.perf_counter() - started) * 1e3
         found = reply.json()
         if not isinstance(found, dict) or found.get("label") != str(label):
-            raise Malformed(self.url, f"{path} answered for weights other than {label}")
-        return Delivery(
+            raise MalformedReply(self.url, f"{path} answered for weights other than {label}")
+        return DeliveryTiming(
             url=self.url,
             label=label,
             wall_ms=wall_ms,
@@ -180,7 +180,7 @@ class ControlClient:
             return await self._pool.request(
                 method, self.url + path, body, timeout_s=timeout_s, headers={TRACE_HEADER: trace} if trace else None
             )
-        except Refused as error:
+        except RefusedRequest as error:
             if error.status == 401:
                 raise ConfigurationError(
                     f"{self.url} refuses the control key.",
@@ -193,19 +193,20 @@ def _header(reply: Reply, name: str, *, whole: bool = False) -> str:
     """A header with a number; a non-negative integer if `whole`."""
     text = reply.headers.get(name, "")
     if not (text.isdecimal() if whole else text.replace(".", "", 1).isdecimal()):
-        raise Malformed(reply.url, f"the header {name} is missing or not a number")
+        raise MalformedReply(reply.url, f"the header {name} is missing or not a number")
     return text
 
 
 def _milliseconds(reply: Reply, key: str, value: Any) -> float:
     if not isinstance(value, (int, float)):
-        raise Malformed(reply.url, f"{key} is not a number")
+        raise MalformedReply(reply.url, f"{key} is not a number")
     return float(value)
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
-# The metrics that pvg reads from vLLM's /metrics, and their fields in Figures. Values of several engines are added up.
+# The metrics that pvg reads from vLLM's /metrics, and their fields in ServerLoad. Values of several engines are added
+# up.
 READ = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -215,7 +216,7 @@ READ = {
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServerLoad:
     """A server's load: requests being computed and queued; tokens sampled and read since its start."""
 
     running: int = 0
@@ -224,13 +225,13 @@ class Figures:
     read: int = 0
     at: float = field(default_factory=time.monotonic)  # seconds
 
-    def rates(self, before: Figures) -> tuple[float, float]:
+    def rates(self, before: ServerLoad) -> tuple[float, float]:
         """Tokens per second sampled and read since `before`."""
         seconds = max(self.at - before.at, 1e-9)
         return (self.generated - before.generated) / seconds, (self.read - before.read) / seconds
 
 
-def read_figures(text: str) -> Figures:
+def read_figures(text: str) -> ServerLoad:
     """Parse Prometheus' text format. Missing metrics count as 0."""
     found = dict.fromkeys(READ.values(), 0.0)
     for line in text.splitlines():
@@ -239,4 +240,4 @@ def read_figures(text: str) -> Figures:
             name, _, rest = line.partition(" ")
         if name in READ:
             found[READ[name]] += float(rest.rpartition("}")[2].split()[0])
-    return Figures(**{key: int(value) for key, value in found.items()})
+    return ServerLoad(**{key: int(value) for key, value in found.items()})

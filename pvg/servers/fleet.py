@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.config.sections import Serving
 from pvg.errors import PvgError, ServerUnavailableError, StateError
-from pvg.servers.control import ControlClient, Delivery, ServerInfo
-from pvg.servers.labels import Label
-from pvg.servers.pool import Broken, ServerFault, Silent, Unreachable
+from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import ConnectionBroken, ReplyTimeout, ServerFault, ServerUnreachable
 from pvg.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Server:
     kicked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def attempt(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, a request to this server. Raises Broken if the server goes away first."""
+        """Run `work`, a request to this server. Raises ConnectionBroken if the server goes away first."""
         task = asyncio.ensure_future(work)
         self.attempts.add(task)
         self.outstanding += 1
@@ -71,7 +71,7 @@ class Server:
             elif not task.cancelled():
                 task.exception()  # marks it as retrieved, even if our caller was cancelled at the same moment
         if task.cancelled():
-            raise Broken(self.url, f"the server was given up: {self.fault}")
+            raise ConnectionBroken(self.url, f"the server was given up: {self.fault}")
         self.faults_in_a_row = 0 if task.exception() is None else self.faults_in_a_row
         return task.result()
 
@@ -170,7 +170,7 @@ class Fleet:
         server.faults_in_a_row += 1
         rest_s = min(LONGEST_REST_S, 0.05 * 2 ** min(10, server.faults_in_a_row))
         server.rests_until = time.monotonic() + rest_s
-        if isinstance(fault, Unreachable) and server.state == "up":
+        if isinstance(fault, ServerUnreachable) and server.state == "up":
             self.lose(server, fault)
         elif isinstance(fault, StaleWeights) and server.state == "up":
             self._set(server, "stale")
@@ -183,8 +183,8 @@ class Fleet:
         self._cut_off(server)
 
     async def deliver(
-        self, servers: Sequence[Server], transport: Transport, label: Label, trace: str
-    ) -> list[Delivery | BaseException]:
+        self, servers: Sequence[Server], transport: Transport, label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         """Let `transport` send the version that it staged last to `servers`. Returns one outcome per server, in order.
         Meanwhile a server may be silent, and its weights are unknown. The caller holds `updating` and handles
         failures."""
@@ -231,7 +231,7 @@ class Fleet:
         try:
             info = await server.control.info()
             self._check(info)
-        except Silent:
+        except ReplyTimeout:
             # An engine that loads weights does not answer, and the update has its own timeout. And if more time has
             # passed than the probe's timeout, our own event loop stalled.
             stood_still = time.monotonic() - asked > self._section.probe_timeout_s + STOOD_STILL_S

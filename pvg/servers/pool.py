@@ -91,25 +91,25 @@ class ServerFault(Exception):
         self.what = what
 
 
-class Unreachable(ServerFault):
+class ServerUnreachable(ServerFault):
     """No connection: the request was not sent."""
 
     sent = False
 
 
-class Broken(ServerFault):
+class ConnectionBroken(ServerFault):
     """The connection ended before the reply was complete."""
 
 
-class Silent(ServerFault):
+class ReplyTimeout(ServerFault):
     """No reply before the timeout."""
 
 
-class Malformed(ServerFault):
+class MalformedReply(ServerFault):
     """A reply without the format of its route."""
 
 
-class Refused(ServerFault):
+class RefusedRequest(ServerFault):
     """A status of 300 or above. (vLLM never redirects, and the key must not go elsewhere.) `code` is the server's error
     code, if any."""
 
@@ -130,11 +130,11 @@ class Reply:
     url: str
 
     def json(self) -> Any:
-        """The body as JSON. Raises Malformed if it is not JSON."""
+        """The body as JSON. Raises MalformedReply if it is not JSON."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError as error:
-            raise Malformed(self.url, f"not JSON: {error}") from None
+            raise MalformedReply(self.url, f"not JSON: {error}") from None
 
 
 class HttpPool:
@@ -179,7 +179,7 @@ class HttpPool:
             yield _events(url, response)
 
     async def close(self) -> None:
-        """Close all connections. Requests in flight raise Broken. A second call does nothing."""
+        """Close all connections. Requests in flight raise ConnectionBroken. A second call does nothing."""
         self._closed = True
         for response in self._open:  # otherwise aiohttp lets readers of a body wait forever
             response.content.set_exception(aiohttp.ClientConnectionError("the pool was closed"))
@@ -211,13 +211,13 @@ class HttpPool:
                 finally:
                     self._open.discard(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreachable(url, _said(error)) from error
+            raise ServerUnreachable(url, _said(error)) from error
         except TimeoutError as error:
-            raise Silent(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
+            raise ReplyTimeout(url, f"no reply within {timeout_s:g} s" if timeout_s else "no reply") from error
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            raise Broken(url, _said(error)) from error
+            raise ConnectionBroken(url, _said(error)) from error
         except aiohttp.ClientError as error:
-            raise Malformed(url, _said(error)) from error
+            raise MalformedReply(url, _said(error)) from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -271,8 +271,8 @@ async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[A
         try:
             yield orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise Malformed(url, f"invalid JSON in the stream: {error}") from None
-    raise Broken(url, "the stream ended early")
+            raise MalformedReply(url, f"invalid JSON in the stream: {error}") from None
+    raise ConnectionBroken(url, "the stream ended early")
 
 
 async def _line(url: str, response: aiohttp.ClientResponse) -> bytes:
@@ -280,21 +280,21 @@ async def _line(url: str, response: aiohttp.ClientResponse) -> bytes:
     try:
         return await response.content.readline(max_line_length=LONGEST_EVENT)
     except HttpProcessingError:
-        raise Malformed(url, f"an event of more than {LONGEST_EVENT} bytes") from None
+        raise MalformedReply(url, f"an event of more than {LONGEST_EVENT} bytes") from None
 
 
-def _refusal(url: str, status: int, body: bytes) -> Refused:
+def _refusal(url: str, status: int, body: bytes) -> RefusedRequest:
     """vLLM sends {"error": {"message", "code", "type"}}, {"detail": ...} or {"error": text}; other servers send
     anything."""
     code, message = "", body[:200].decode(errors="replace").strip()
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return Refused(url, status, code, message)
+        return RefusedRequest(url, status, code, message)
     error = found.get("error", found.get("detail", "")) if isinstance(found, dict) else ""
     if isinstance(error, dict):
-        return Refused(url, status, str(error.get("code", "")), str(error.get("message", ""))[:500])
-    return Refused(url, status, code, str(error)[:500] or message)
+        return RefusedRequest(url, status, str(error.get("code", "")), str(error.get("message", ""))[:500])
+    return RefusedRequest(url, status, code, str(error)[:500] or message)
 
 
 def _said(error: BaseException) -> str:

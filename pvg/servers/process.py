@@ -33,9 +33,9 @@ from typing import IO, Any
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
-from pvg.servers.control import Figures, read_figures
+from pvg.servers.control import ServerLoad, read_figures
 from pvg.servers.keys import KEY_VARIABLE
-from pvg.servers.pool import ConnectionLimits, HttpPool, Refused, ServerFault
+from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
 # The prefix of vLLM's log lines: (EngineCore pid=12) INFO 11-21 14:08:34 [core.py:133]
@@ -65,7 +65,7 @@ ALL_STAGES = (STARTING, *(name for name, _ in STAGES), FIRST_REQUEST, READY)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StartStage:
     """A stage of the start. `detail` is taken from the log; `place` is its index in ALL_STAGES."""
 
     name: str
@@ -76,11 +76,11 @@ class Stage:
         return ALL_STAGES.index(self.name)
 
 
-def stage_of(line: str) -> Stage | None:
+def stage_of(line: str) -> StartStage | None:
     """The stage that a log line starts or describes; None for other lines."""
     for name, pattern in STAGES:
         if found := pattern.search(line):
-            return Stage(name, found.groupdict().get("detail") or "")
+            return StartStage(name, found.groupdict().get("detail") or "")
     return None
 
 
@@ -92,9 +92,9 @@ class LogTail:
         self._place = path.stat().st_size if path.exists() else 0
         self._began = self._place
         self._rest = b""
-        self._stage = Stage(STARTING)
+        self._stage = StartStage(STARTING)
 
-    def new_stages(self) -> Iterator[Stage]:
+    def new_stages(self) -> Iterator[StartStage]:
         """The stages reached since the last call. Stages never go back, although one worker may be slower than
         others."""
         for line in self._new_lines():
@@ -151,7 +151,7 @@ GONE_S = 40.0  # for the last process of a server to end: supervisor.KILL_S, plu
 BOOT_VARIABLE = "PVG_BOOT"  # read by pvg_vllm
 TOO_OLD = "unrecognized arguments"
 
-OnProgress = Callable[[Stage], None]
+OnProgress = Callable[[StartStage], None]
 
 
 class ServerFailedError(ServerUnavailableError):
@@ -201,7 +201,7 @@ class VllmServer:
             await asyncio.sleep(POLL_S)
         raise self._failure("ended")
 
-    async def figures(self) -> Figures:
+    async def figures(self) -> ServerLoad:
         """The server's current load. Raises a ServerFault."""
         reply = await self.pool.request("GET", f"{self.url}/metrics", timeout_s=HEALTH_S)
         return read_figures(reply.body.decode(errors="replace"))
@@ -227,7 +227,7 @@ class VllmServer:
 
     async def _start(self, on_progress: OnProgress) -> None:
         began = time.monotonic()
-        on_progress(Stage(STARTING))
+        on_progress(StartStage(STARTING))
         self._process = self._spawn()
         deadline = began + self.spec.startup_s
         while not await self._healthy():
@@ -235,9 +235,9 @@ class VllmServer:
                 on_progress(stage)
             self._check(deadline)
             await asyncio.sleep(POLL_S)
-        on_progress(Stage(FIRST_REQUEST))
+        on_progress(StartStage(FIRST_REQUEST))
         await self._watched(self._first_request(), deadline)
-        on_progress(Stage(READY))
+        on_progress(StartStage(READY))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -272,7 +272,7 @@ class VllmServer:
         for path, body in first_requests(self.spec):
             try:
                 await self.pool.request("POST", self.url + path, body, timeout_s=None)
-            except Refused as error:
+            except RefusedRequest as error:
                 raise self._failure(f"refused its first request ({error.what[:200]})") from error
             except ServerFault as error:
                 raise self._failure(f"did not answer its first request ({error.what[:200]})") from error

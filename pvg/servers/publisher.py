@@ -6,16 +6,26 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.servers.update import Adapter, SyncTiming, WeightUpdate
-from pvg.telemetry.events import Events, Unheard
+from pvg.servers.update import LowRankAdapter, SyncTiming, WeightUpdate
+from pvg.telemetry.events import Events, SilentEvents
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.rollout.engine import Engine
+
+class WeightReceiver(Protocol):
+    """What the publisher needs of an engine (pvg.rollout.engine.Engine)."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def requests_in_flight(self) -> int: ...
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
 
 class Publisher:
@@ -24,11 +34,11 @@ class Publisher:
     `events` receives the client's `[weights]` lines of every update. The engines log theirs with the same trace id.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, events: Events | None = None) -> None:
+    def __init__(self, engines: Sequence[WeightReceiver], *, events: Events | None = None) -> None:
         if not engines:
             raise ConfigurationError("There is no engine to publish weights to.")
         self._engines = tuple(engines)
-        self._events = events or Unheard()
+        self._events = events or SilentEvents()
         self._version = max(engine.version for engine in engines)
 
     @property
@@ -37,7 +47,7 @@ class Publisher:
         return self._version
 
     async def publish(
-        self, tensors: Mapping[str, Tensor], version: int, adapter: Adapter | None = None
+        self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None
     ) -> list[SyncTiming]:
         """Send `tensors` (by parameter name) to all engines concurrently. Returns one timing per engine, in order.
         `adapter`, for engines that accept adapters, turns the base model into `tensors`.

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pvg.models.low_rank import Adapter
+from pvg.models.low_rank import LowRankAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Adapter", "SyncTiming", "WeightUpdate"]
+__all__ = ["LowRankAdapter", "SyncTiming", "WeightUpdate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class WeightUpdate:
     version: int
     tensors: Mapping[str, Tensor]
     trace_id: str = ""
-    adapter: Adapter | None = None
+    adapter: LowRankAdapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from virtual_time import run_in_virtual_time
 from pvg.bench.workloads.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
-from pvg.rollout.dispatcher import Call, Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import BEGUN_AT_A_TIME, Deadline
 from pvg.rollout.partial import PartialSampling
@@ -48,13 +48,13 @@ class Game:
         )
         self.batch = 0
 
-    def plan(self, batch: int) -> tuple[list[GroupOrder], Call]:
+    def plan(self, batch: int) -> tuple[list[GroupOrder], SampleCall]:
         first, prompt = batch * self.groups, TOKENIZER.encode("H1+1?")
         orders = [
             GroupOrder(Problem(f"p{batch}-{g}", "1+1?", "2"), Role.HELPFUL, prompt, first + g, self.size)
             for g in range(self.groups)
         ]
-        return orders, Call(0, "base", batch, batch, f"b{batch}")
+        return orders, SampleCall(0, "base", batch, batch, f"b{batch}")
 
     async def next(self) -> list[Group]:
         """A batch, and then the next version."""

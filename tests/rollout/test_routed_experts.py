@@ -19,7 +19,7 @@ from pvg.records import Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.vllm.wire import read_generated, read_routed_experts
-from pvg.servers.pool import Malformed
+from pvg.servers.pool import MalformedReply
 from pvg.tasks import open_task
 from pvg.training.batch import routed_experts_of
 
@@ -49,7 +49,7 @@ def test_they_are_read_as_vllm_writes_them_and_lie_in_the_decoded_bytes(shape: t
     ids=["text", "bytes", "cut", "two dimensions", "int64", "columns first"],
 )
 def test_what_are_no_routed_experts_is_malformed(text: str) -> None:
-    with pytest.raises(Malformed, match="routed experts"):
+    with pytest.raises(MalformedReply, match="routed experts"):
         read_routed_experts(text, "http://s")
 
 
@@ -69,7 +69,7 @@ def test_of_every_token_but_the_last_or_malformed() -> None:
     assert generated.routed_experts is not None
     assert generated.routed_experts.shape == (6, 2, 2)
     for wrong in (5, 7):
-        with pytest.raises(Malformed, match=f"experts of {wrong} tokens, where 6 were computed"):
+        with pytest.raises(MalformedReply, match=f"experts of {wrong} tokens, where 6 were computed"):
             read_generated(reply(np.ones((wrong, 2, 2), np.uint8)), "http://s")
 
 

@@ -15,8 +15,8 @@ from vllm_drills import Drill, Fault, canary, engine_over, fingerprint, request,
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, WeightsNotArrivedError
 from pvg.records import VersionSpan
-from pvg.servers.canary import Checksums
-from pvg.servers.labels import Session
+from pvg.servers.canary import ChecksumTest
+from pvg.servers.labels import PublishingSession
 from pvg.servers.update import WeightUpdate
 
 
@@ -261,7 +261,7 @@ def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path:
     async def use(d: Drill) -> None:
         await d.publish(0)
         urls = [proxy.url for proxy in d.proxies]
-        later = engine_over(urls, tmp_path, d.events, session=Session.begin())
+        later = engine_over(urls, tmp_path, d.events, session=PublishingSession.begin())
         await later.ready()
         await later.load_weights(WeightUpdate(0, tensors(5)))
         with pytest.raises(ServerUnavailableError) as caught:
@@ -394,7 +394,7 @@ def test_the_first_checksums_are_of_weights_that_the_server_did_not_start_with(t
         assert [server.calls["/weight_checker"] for server in d.servers] == [3, 3]
 
     with ThreadPoolExecutor(1) as executor:
-        run(use, tmp_path, checksums=Checksums("float32", executor, always=False))
+        run(use, tmp_path, checksums=ChecksumTest("float32", executor, always=False))
 
 
 def test_servers_that_refuse_the_first_weights_ask_whether_they_serve_this_model(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from pvg.config.sections import Training
-from pvg.training.penalties import KL_RANGE, Control, acting_entropy, adapted_entropy, adapted_kl
+from pvg.training.penalties import KL_RANGE, PenaltyControl, acting_entropy, adapted_entropy, adapted_kl
 
 
 def test_the_kl_controller_by_hand() -> None:
@@ -29,7 +29,7 @@ def test_the_entropy_target_by_hand() -> None:
 
 
 def test_without_targets_nothing_moves() -> None:
-    control = Control(Training(kl=0.3, entropy_bonus=0.2))
+    control = PenaltyControl(Training(kl=0.3, entropy_bonus=0.2))
     control.observe({"kl": 99.0, "entropy_exact": 0.0})
     assert (control.kl, control.bonus) == (0.3, 0.2)
     assert control.state() == {}
@@ -39,7 +39,7 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
     section = Training(
         kl=0.1, kl_target=0.1, kl_horizon=2.0, entropy_target=0.5, entropy_bonus=0.002, entropy_step=1e-3
     )
-    control = Control(section)
+    control = PenaltyControl(section)
     assert (control.kl, control.bonus) == (0.1, 0.002)
     control.observe({"kl": 1.0, "entropy_exact": 0.4})  # too far from the base, too little entropy
     assert control.kl == pytest.approx(0.11)
@@ -49,7 +49,7 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
     assert control.bonus == 0.0
     control.observe({"skipped": 1.0})  # a batch without anything to learn from measures nothing
     assert control.bonus == 0.0
-    resumed = Control(section)
+    resumed = PenaltyControl(section)
     resumed.load_state(orjson.loads(orjson.dumps(control.state())))
     for each in (control, resumed):
         each.observe({"kl": 0.2, "entropy_exact": 0.5})
@@ -58,7 +58,7 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
 
 
 def test_a_long_drift_does_not_take_the_coefficient_out_of_reach() -> None:
-    control = Control(Training(kl=0.1, kl_target=0.1, kl_horizon=1.0))
+    control = PenaltyControl(Training(kl=0.1, kl_target=0.1, kl_horizon=1.0))
     for _ in range(200):
         control.observe({"kl": 0.0})
     assert control.kl == pytest.approx(0.1 / KL_RANGE)

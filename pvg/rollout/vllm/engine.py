@@ -34,13 +34,21 @@ from pvg.errors import (
     WeightsNotArrivedError,
 )
 from pvg.records import Float32, Int32, Timing, VersionSpan
-from pvg.rollout.engine import Begun, Completion, CutShort, Engine, EngineStats, GenerationRequest, check_request
+from pvg.rollout.engine import (
+    Completion,
+    CutShort,
+    Engine,
+    EngineStats,
+    GenerationRequest,
+    PartialCompletion,
+    check_request,
+)
 from pvg.rollout.vllm.wire import (
     GENERATE,
-    Flight,
-    Flights,
-    Generated,
-    Stretch,
+    InFlightRequest,
+    InFlightRequests,
+    ServedCompletion,
+    StreamedCompletion,
     generation,
     joined,
     prompt_scoring,
@@ -48,11 +56,11 @@ from pvg.rollout.vllm.wire import (
     read_prompt_logprobs,
     remainder,
 )
-from pvg.servers.canary import Canary, Checksums, Expected
-from pvg.servers.control import ControlClient, Delivery, ServerInfo, check_shape
+from pvg.servers.canary import Canary, ChecksumTest, ExpectedLogprobs
+from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo, check_shape
 from pvg.servers.fleet import Fleet, Server, StaleWeights
-from pvg.servers.labels import BROKEN, Label, Session, salt
-from pvg.servers.pool import HttpPool, Refused, ServerFault, Silent, pause_before_retry
+from pvg.servers.labels import BROKEN, PublishingSession, WeightLabel, salt
+from pvg.servers.pool import HttpPool, RefusedRequest, ReplyTimeout, ServerFault, pause_before_retry
 from pvg.servers.transports.transport import Transport
 from pvg.servers.update import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events
@@ -67,7 +75,7 @@ UNPUBLISHED = -1  # version before the first publication: the servers' weights a
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ServerRequirements:
     """What servers must offer: the model's shape (empty: any), the length of prompt plus completion in tokens,
     log-probs of the distribution after temperature and cuts, the rank of adapters (0: none), and each token's routed
     experts."""
@@ -93,12 +101,12 @@ class _Stretch:
 
 
 @dataclass(slots=True)
-class Publication:
+class PublishedWeights:
     """The newest weights, to which stale servers are brought."""
 
-    label: Label
+    label: WeightLabel
     trace: str
-    expected: Expected | None
+    expected: ExpectedLogprobs | None
 
 
 class VllmEngine(Engine):
@@ -113,10 +121,10 @@ class VllmEngine(Engine):
         control_pool: HttpPool,
         controls: Sequence[ControlClient],
         transport: Transport,
-        session: Session,
-        needs: Needs,
+        session: PublishingSession,
+        needs: ServerRequirements,
         canary: Canary | None,
-        checksums: Checksums | None,
+        checksums: ChecksumTest | None,
         events: Events,
         deadline_s: float | None = None,
     ) -> None:
@@ -132,11 +140,11 @@ class VllmEngine(Engine):
         self._deadline_s = deadline_s
         self._fleet = Fleet(controls, section, events, check=self._check_server, catch_up=self._catch_up)
         self._version = UNPUBLISHED
-        self._newest: Publication | None = None
-        self._caught_up: dict[Server, tuple[Delivery, float | None]] = {}  # last delivery and canary gap
+        self._newest: PublishedWeights | None = None
+        self._caught_up: dict[Server, tuple[DeliveryTiming, float | None]] = {}  # last delivery and canary gap
         self._update: asyncio.Task[SyncTiming] | None = None  # the newest
         self._labels_in_use: Counter[str] = Counter()
-        self._flights = Flights()
+        self._flights = InFlightRequests()
         self._stats = EngineStats()
         self._in_flight = 0
         self._in_flight_since = 0.0
@@ -204,7 +212,7 @@ class VllmEngine(Engine):
         """End these requests on their servers, which return the tokens so far."""
         self._flights.cut(request_ids)
 
-    async def _with_retries(self, flight: Flight) -> Completion:
+    async def _with_retries(self, flight: InFlightRequest) -> Completion:
         called, last, request = time.perf_counter(), None, flight.request
         for attempt in range(1, self._section.retries + 2):
             flight.server = server = await self._fleet.acquire(avoid=last)
@@ -213,7 +221,7 @@ class VllmEngine(Engine):
             try:
                 return await self._ask(server, flight, called)
             except ServerFault as fault:
-                if isinstance(fault, Refused) and fault.status < 500 and not self._adapter_is_missing(fault):
+                if isinstance(fault, RefusedRequest) and fault.status < 500 and not self._adapter_is_missing(fault):
                     raise ConfigurationError(
                         f"{server.url} refuses request {request.id}: {fault.message}.",
                         "The server has a different model or a shorter context than the experiment.",
@@ -230,7 +238,7 @@ class VllmEngine(Engine):
             "Look at that server's log. serving.retries sets the number of retries.",
         )
 
-    async def _ask(self, server: Server, flight: Flight, called: float) -> Completion:
+    async def _ask(self, server: Server, flight: InFlightRequest, called: float) -> Completion:
         """One attempt. Raises CutShort if the request was cut in time."""
         request, sent = flight.request, time.perf_counter()
         label, version = server.label, self._version
@@ -256,7 +264,11 @@ class VllmEngine(Engine):
             - generated.cached_tokens,
         )
         timing = Timing(queued_s=sent - called, service_s=time.perf_counter() - sent)
-        sampled = Begun(generated.token_ids, generated.logprobs, spans, timing) if len(generated.token_ids) else None
+        sampled = (
+            PartialCompletion(generated.token_ids, generated.logprobs, spans, timing)
+            if len(generated.token_ids)
+            else None
+        )
         whole = joined(request, sampled)
         if generated.finish_reason == "abort" or whole is None:
             raise CutShort(whole)
@@ -270,7 +282,7 @@ class VllmEngine(Engine):
             routed_experts=generated.routed_experts if self._needs.routed_experts else None,
         )
 
-    async def _exchange(self, server: Server, flight: Flight, label: str) -> Generated:
+    async def _exchange(self, server: Server, flight: InFlightRequest, label: str) -> ServedCompletion:
         request = remainder(flight.request)
         url, streamed = server.url + GENERATE, request.on_tokens is not None
         # During an update it is unknown which weights will compute this prompt, so other requests must not reuse it.
@@ -283,29 +295,29 @@ class VllmEngine(Engine):
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
             cut = flight.cut
             return await self._read(len(reply.body), lambda: read_generated(reply.json(), url, cut=cut))
-        stretch = Stretch(url)
+        stretch = StreamedCompletion(url)
         async with self._pool.events(url, body, timeout_s=None) as events:
             async for event in events:
                 request.on_tokens(stretch.feed(event))
         return await self._read(len(stretch.experts or ""), partial(stretch.finish, cut=flight.cut))
 
-    async def _read(self, size: int, read: Callable[[], Generated]) -> Generated:
+    async def _read(self, size: int, read: Callable[[], ServedCompletion]) -> ServedCompletion:
         """Parse short replies directly and long ones in a thread, because they would block the event loop."""
         return read() if size < LONG_REPLY else await run_in(self._reading, read)
 
-    def _spans(self, server: Server, generated: Generated, label: str, version: int) -> tuple[VersionSpan, ...]:
+    def _spans(self, server: Server, generated: ServedCompletion, label: str, version: int) -> tuple[VersionSpan, ...]:
         """The version of each token. Raises StaleWeights if a token's weights are not the ones the server should
         have."""
         if self._transport.adapters:
             for _, text in generated.labels:
                 if _was_sent(text):
                     raise StaleWeights(server.url, f"sampled from weights {text!r}, which another trainer sent")
-            parsed = Label.parse(label)
+            parsed = WeightLabel.parse(label)
             return (VersionSpan(0, parsed.version if parsed else version),)
         spans = []
-        least = Label.parse(label)
+        least = WeightLabel.parse(label)
         for start, text in generated.labels:
-            found = Label.parse(text)
+            found = WeightLabel.parse(text)
             if found is None or found.session != self._session or (least and found.version < least.version):
                 raise StaleWeights(server.url, f"its tokens come from weights {text!r}, not from {label!r}")
             spans.append(VersionSpan(start, found.version))
@@ -316,10 +328,10 @@ class VllmEngine(Engine):
         if not self._transport.adapters:
             return None
         transport: AdapterTransport = self._transport  # type: ignore[assignment]
-        parsed = Label.parse(label)
+        parsed = WeightLabel.parse(label)
         return transport.model_of(parsed) if parsed else None
 
-    def _adapter_is_missing(self, fault: Refused) -> bool:
+    def _adapter_is_missing(self, fault: RefusedRequest) -> bool:
         return self._transport.adapters and fault.status == 404
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -349,14 +361,14 @@ class VllmEngine(Engine):
             raise
 
     async def _load(self, update: WeightUpdate) -> SyncTiming:
-        label = Label(self._session, update.version)
+        label = WeightLabel(self._session, update.version)
         self._fleet.interrupt_catching_up()
         async with self._fleet.updating:
             started = time.perf_counter()
             await self._transport.stage(update, label)
             staged = time.perf_counter()
             expected = None if self._canary is None else await self._canary.expect(update.tensors, update.version)
-            self._newest = Publication(label, update.trace_id, expected)
+            self._newest = PublishedWeights(label, update.trace_id, expected)
             self._version = update.version
             delivered = await self._deliver(self._fleet.alive)
             gaps = await self._prove(list(delivered))
@@ -378,21 +390,21 @@ class VllmEngine(Engine):
             canary_gap=max((gap for gap in gaps.values() if gap is not None), default=None),
         )
 
-    async def _deliver(self, servers: Sequence[Server]) -> dict[Server, Delivery]:
+    async def _deliver(self, servers: Sequence[Server]) -> dict[Server, DeliveryTiming]:
         """Deliver to all `servers`, and mark failing ones as lost. Raises WeightsNotArrivedError if some refuse and
         none accepts."""
         newest = self._present()
         outcomes = await self._fleet.deliver(servers, self._transport, newest.label, newest.trace)
         delivered = {}
         for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, Delivery):
+            if isinstance(outcome, DeliveryTiming):
                 delivered[server] = outcome
                 self._tell(outcome, newest)
             else:
                 place = {"trace": newest.trace, "version": newest.label.version, "server": server.url}
                 self._events.event("weights", event="server.failed", **place, why=str(outcome))
                 self._fleet.lose(server, outcome)
-        refusals = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, RefusedRequest)]
         if refusals and not delivered:
             raise WeightsNotArrivedError(
                 f"No server took version {newest.label.version} of the weights: "
@@ -409,7 +421,7 @@ class VllmEngine(Engine):
             return
         newest = self._newest
         (outcome,) = await self._fleet.deliver([server], self._transport, newest.label, newest.trace)
-        if not isinstance(outcome, Delivery):
+        if not isinstance(outcome, DeliveryTiming):
             raise outcome
         self._tell(outcome, newest)
         gaps = await self._prove([server])
@@ -437,7 +449,7 @@ class VllmEngine(Engine):
             self._events.event("weights", event="canary", **place, gap=gap, moved=newest.expected.moved)
         return gaps
 
-    async def _compare(self, servers: Sequence[Server], checksums: Checksums, update: WeightUpdate) -> None:
+    async def _compare(self, servers: Sequence[Server], checksums: ChecksumTest, update: WeightUpdate) -> None:
         """Compare checksums on `servers`. Those that do not answer are marked as lost. Raises
         WeightsNotArrivedError."""
         for server in servers:
@@ -446,11 +458,11 @@ class VllmEngine(Engine):
             except ServerFault as fault:
                 self._fleet.lose(server, fault)
 
-    async def _canary_logprobs(self, server: Server, newest: Publication) -> list[Float32]:
+    async def _canary_logprobs(self, server: Server, newest: PublishedWeights) -> list[Float32]:
         assert self._canary is not None
         return list(await asyncio.gather(*(self._scored(server, ids, newest) for ids in self._canary.sequences)))
 
-    async def _scored(self, server: Server, ids: Int32, newest: Publication) -> Float32:
+    async def _scored(self, server: Server, ids: Int32, newest: PublishedWeights) -> Float32:
         """Score one sequence, with retries. Raises the last fault, or WeightsNotArrivedError if the server refuses. A
         silent server is not asked again, because the weight update waits for this."""
         url, label = server.url + GENERATE, str(newest.label)
@@ -460,27 +472,27 @@ class VllmEngine(Engine):
                 reply = await self._pool.request("POST", url, body, timeout_s=self._section.unavailable_s)
                 return read_prompt_logprobs(reply.json(), ids, url)[0]
             except ServerFault as fault:
-                if isinstance(fault, Refused) and fault.status < 500:
+                if isinstance(fault, RefusedRequest) and fault.status < 500:
                     raise WeightsNotArrivedError(
                         f"{server.url} was sent version {newest.label.version} of the weights and cannot prove that it "
                         f"has them: {fault}.",
                         "Look at that server's log, then continue with --resume.",
                     ) from None
-                if attempt > self._section.retries or isinstance(fault, Silent):
+                if attempt > self._section.retries or isinstance(fault, ReplyTimeout):
                     raise
             await pause_before_retry(attempt, jitter=0.5)
         raise AssertionError("unreachable")
 
     async def _retire(self) -> None:
-        in_use = [parsed for text, n in self._labels_in_use.items() if n > 0 and (parsed := Label.parse(text))]
+        in_use = [parsed for text, n in self._labels_in_use.items() if n > 0 and (parsed := WeightLabel.parse(text))]
         self._labels_in_use += Counter()  # drops the zeros
         await self._transport.retire([server.control for server in self._fleet.up], in_use)
 
-    def _present(self) -> Publication:
+    def _present(self) -> PublishedWeights:
         assert self._newest is not None
         return self._newest
 
-    def _tell(self, delivery: Delivery, newest: Publication) -> None:
+    def _tell(self, delivery: DeliveryTiming, newest: PublishedWeights) -> None:
         self._events.event(
             "weights",
             event="server.delivered",
@@ -628,4 +640,4 @@ def _after_refusal(codes: Collection[str], version: int) -> str:
 
 def _was_sent(label: str) -> bool:
     """Whether a trainer sent any of the weights of `label`. Otherwise the server was started with them."""
-    return Label.parse(label.removeprefix(BROKEN)) is not None
+    return WeightLabel.parse(label.removeprefix(BROKEN)) is not None

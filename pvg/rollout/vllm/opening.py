@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from pvg.config.experiment import Experiment
 from pvg.records import Int32
 from pvg.rollout.episodes import completion_room
-from pvg.rollout.vllm.engine import Needs, VllmEngine
-from pvg.servers.canary import TOLERANCE, Canary, Checksums, greedy_sequences, reference_logprobs
+from pvg.rollout.vllm.engine import ServerRequirements, VllmEngine
+from pvg.servers.canary import TOLERANCE, Canary, ChecksumTest, greedy_sequences, reference_logprobs
 from pvg.servers.control import ControlClient
 from pvg.servers.keys import control_key
-from pvg.servers.labels import Session
+from pvg.servers.labels import PublishingSession
 from pvg.servers.pool import ConnectionLimits, HttpPool
 from pvg.servers.transports import open_transport
 from pvg.telemetry.events import Events
@@ -37,7 +37,7 @@ def open_vllm_engine(
     """Sends no request yet. Raises ConfigurationError if the connection limits do not cover the concurrency."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
-    key, hosts, session = control_key(weights.root), len(serving.servers), Session.begin()
+    key, hosts, session = control_key(weights.root), len(serving.servers), PublishingSession.begin()
     pool = HttpPool(_limits(experiment), connect_timeout_s=serving.connect_timeout_s, key=key)
     dedicated = weights.client == "dedicated"
     control_pool = pool
@@ -62,7 +62,7 @@ def open_vllm_engine(
         ],
         transport=open_transport(weights, run, executor, dtype, session),
         session=session,
-        needs=Needs(
+        needs=ServerRequirements(
             shape=base.shape,
             max_length=completion_room(experiment) + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
@@ -72,7 +72,7 @@ def open_vllm_engine(
         canary=canary,
         checksums=None
         if weights.checksums == "never" or weights.transport == "lora"
-        else Checksums(dtype, executor, always=weights.checksums == "always"),
+        else ChecksumTest(dtype, executor, always=weights.checksums == "always"),
         events=events,
         deadline_s=rollout.deadline_s,
     )

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, PvgError
-from pvg.servers.control import ControlClient, Delivery
-from pvg.servers.labels import Label
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.labels import WeightLabel
 from pvg.servers.pool import ServerFault
 from pvg.servers.transports.transport import deliver
 from pvg.servers.transports.versions import VersionFolders, write_tensors
-from pvg.servers.update import Adapter, WeightUpdate
+from pvg.servers.update import LowRankAdapter, WeightUpdate
 from pvg.store.atomic import write_synced
 from pvg.telemetry.spans import run_in
 
@@ -54,15 +54,15 @@ class AdapterTransport:
         self._executor = executor
         self._dtype = dtype
         self._keep = keep
-        self._base: set[Label] = set()
+        self._base: set[WeightLabel] = set()
         self._base_fingerprint = ""
-        self._holders: dict[Label, dict[str, ControlClient]] = {}  # servers, by url, that may have each adapter
+        self._holders: dict[WeightLabel, dict[str, ControlClient]] = {}  # servers, by url, that may have each adapter
 
-    def model_of(self, label: Label) -> str | None:
+    def model_of(self, label: WeightLabel) -> str | None:
         """The model name in requests for these weights; None for the base model, which needs no name."""
         return None if label in self._base else str(label)
 
-    async def stage(self, update: WeightUpdate, label: Label) -> None:
+    async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
         """Write `update.adapter` durably in the servers' dtype. The tensors may change afterwards. Raises
         ConfigurationError for trained weights without an adapter, and the errors of FilesystemTransport.stage."""
         adapter = update.adapter
@@ -78,7 +78,7 @@ class AdapterTransport:
         await run_in(self._executor, self._folders.write, label, fill)
         self._holders[label] = {}
 
-    async def _stage_base(self, update: WeightUpdate, label: Label) -> None:
+    async def _stage_base(self, update: WeightUpdate, label: WeightLabel) -> None:
         found = await run_in(self._executor, fingerprint, update.tensors)
         if self._base_fingerprint not in ("", found):
             raise ConfigurationError(
@@ -88,12 +88,14 @@ class AdapterTransport:
         self._base_fingerprint = found
         self._base.add(label)
 
-    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+    async def send(
+        self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         if label in self._base:
-            return [Delivery(server.url, label, 0.0, 0.0, time.time_ns(), {}) for server in servers]
+            return [DeliveryTiming(server.url, label, 0.0, 0.0, time.time_ns(), {}) for server in servers]
         name, holders = self._folders.name(label), self._holders[label]
 
-        async def load(server: ControlClient) -> Delivery:
+        async def load(server: ControlClient) -> DeliveryTiming:
             holders[server.url] = server  # it may have the adapter from now on, even if no reply arrives
             return await server.load_adapter(name, label, trace)
 
@@ -102,7 +104,7 @@ class AdapterTransport:
 
         return await deliver(servers, label, load, has_arrived)
 
-    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
         """Unload adapters that are neither among the newest (`weights.keep`) nor `in_use`, and remove their files. A
         server that cannot be reached now is told next time, and the files stay until then."""
         needed = {*in_use, *sorted(self._holders, key=lambda label: label.version)[-self._keep :]}
@@ -115,7 +117,7 @@ class AdapterTransport:
         await run_in(self._executor, self._folders.remove, [label.version for label in gone])
         await run_in(self._executor, self._folders.remove_what_the_dead_left)
 
-    async def _unload(self, label: Label, within_reach: Mapping[str, ControlClient]) -> None:
+    async def _unload(self, label: WeightLabel, within_reach: Mapping[str, ControlClient]) -> None:
         holders = self._holders[label]
         told = [server for url, server in within_reach.items() if url in holders]
         outcomes = await asyncio.gather(
@@ -146,7 +148,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _peft_config(adapter: Adapter) -> dict[str, Any]:
+def _peft_config(adapter: LowRankAdapter) -> dict[str, Any]:
     """adapter_config.json: `adapter.config` plus the defaults that vLLM requires."""
     if missing := [key for key in NEEDED if key not in adapter.config]:
         raise ValueError(f"The adapter's config lacks {missing[0]}.")

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pvg.servers.control import ControlClient, Delivery
-from pvg.servers.labels import Label
+from pvg.servers.control import ControlClient, DeliveryTiming
+from pvg.servers.labels import WeightLabel
 from pvg.servers.transports.transport import deliver
 from pvg.servers.transports.versions import VersionFolders, write_tensors
 from pvg.servers.update import WeightUpdate
@@ -45,7 +45,7 @@ class FilesystemTransport:
         self._dtype = dtype
         self._keep = keep
 
-    async def stage(self, update: WeightUpdate, label: Label) -> None:
+    async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
         """Write `update.tensors` durably in the servers' dtype. The tensors may change afterwards. Raises
         MissingRequirementError if the disk is full, StateError if the label was staged before."""
         await run_in(self._executor, self._folders.write, label, partial(self._fill, update))
@@ -53,10 +53,12 @@ class FilesystemTransport:
     def _fill(self, update: WeightUpdate, folder: Path) -> dict[str, int]:
         return {WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, update.tensors, self._dtype)}
 
-    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+    async def send(
+        self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         name = self._folders.name(label)
 
-        async def load(server: ControlClient) -> Delivery:
+        async def load(server: ControlClient) -> DeliveryTiming:
             return await server.load_weights(name, label, trace, keep_kv=self._keep_kv)
 
         async def has_arrived(server: ControlClient) -> bool:
@@ -64,7 +66,7 @@ class FilesystemTransport:
 
         return await deliver(servers, label, load, has_arrived)
 
-    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
         """Remove this session's versions, except the newest (`weights.keep`) and those `in_use`."""
         await run_in(self._executor, self._folders.retire, self._keep, tuple(in_use))
 

@@ -22,7 +22,7 @@ from typing import Any
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ServerInfo
 from pvg.servers.transports.group_client import GroupClient
-from pvg.servers.transports.transfer import Source, TrainerEngine
+from pvg.servers.transports.transfer import TrainerEngine, TransferSource
 
 
 class NcclBackend:
@@ -31,7 +31,7 @@ class NcclBackend:
     def check(self, infos: Sequence[ServerInfo]) -> None:
         """Accepts any server."""
 
-    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
             from vllm.distributed.weight_transfer.nccl_common import (
@@ -81,7 +81,7 @@ class IpcBackend:
                     'Set serving.tensor_parallel = 1, or weights.transport = "nccl".',
                 )
 
-    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         try:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pvg.errors import PvgError
-from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, Delivery
-from pvg.servers.labels import Label
-from pvg.servers.pool import Broken, Malformed, Reply, ServerFault, Silent
+from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming
+from pvg.servers.labels import WeightLabel
+from pvg.servers.pool import ConnectionBroken, MalformedReply, Reply, ReplyTimeout, ServerFault
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A server of the group. `first_rank` is the rank of its first worker; the trainer is rank 0."""
 
     control: ControlClient
@@ -28,7 +28,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GroupCall:
     """One call to one server, in ms. `part`: the part of the delivery that it belongs to."""
 
     part: str
@@ -51,16 +51,16 @@ class GroupClient:
     ) -> None:
         self._loop = loop
         self._plain = plain
-        self.members: list[Member] = []
+        self.members: list[GroupMember] = []
         self.ranks = 1
         for control, workers in servers:
-            self.members.append(Member(control, self.ranks))
+            self.members.append(GroupMember(control, self.ranks))
             self.ranks += workers
         self.begin("", "")
 
     def begin(self, label: str, trace: str) -> None:
         self._label, self._trace = label, trace
-        self._steps: dict[str, list[Step]] = defaultdict(list)
+        self._steps: dict[str, list[GroupCall]] = defaultdict(list)
         self._started: set[str] = set()
         self._finished: set[str] = set()
         self._ended = False
@@ -72,7 +72,7 @@ class GroupClient:
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """`init_info` is for the first server. If it has a rank_offset, each server gets its own."""
 
-        def body(member: Member) -> dict[str, Any]:
+        def body(member: GroupMember) -> dict[str, Any]:
             ranked = {"rank_offset": member.first_rank} if "rank_offset" in init_info else {}
             return {"init_info": {**init_info, **ranked}}
 
@@ -125,21 +125,25 @@ class GroupClient:
             "shutdown_ms", lambda member: member.control.call("/shutdown_weight_transfer_engine", None), must=True
         )
 
-    def outcomes(self, label: Label, *, timed_out: str = "") -> dict[str, Delivery | BaseException]:
+    def outcomes(self, label: WeightLabel, *, timed_out: str = "") -> dict[str, DeliveryTiming | BaseException]:
         """By url: a delivery if the update finished, otherwise the server's fault or the one that stopped the group."""
         return {member.control.url: self._outcome(member.control.url, label, timed_out) for member in self.members}
 
-    def _outcome(self, url: str, label: Label, timed_out: str) -> Delivery | BaseException:
+    def _outcome(self, url: str, label: WeightLabel, timed_out: str) -> DeliveryTiming | BaseException:
         if fault := self.faults.get(url):
             return fault
         if url not in self._finished:
             culprit = next(iter(self.faults), "")
-            return Broken(url, f"given up, because {culprit} failed") if culprit else Silent(url, timed_out)
+            return (
+                ConnectionBroken(url, f"given up, because {culprit} failed")
+                if culprit
+                else ReplyTimeout(url, timed_out)
+            )
         steps = self._steps[url]
         parts: dict[str, float] = defaultdict(float)
         for step in steps:
             parts[step.part] += step.work_ms
-        return Delivery(
+        return DeliveryTiming(
             url=url,
             label=label,
             wall_ms=sum(step.wall_ms for step in steps),
@@ -151,7 +155,7 @@ class GroupClient:
     async def _finish(self) -> None:
         body = {"weight_version": self._label}
 
-        async def finish(member: Member) -> Reply:
+        async def finish(member: GroupMember) -> Reply:
             reply = await member.control.call("/finish_weight_update", body, self._trace)
             self._finished.add(member.control.url)
             return reply
@@ -159,14 +163,14 @@ class GroupClient:
         await self._each("load_ms", finish)
 
     async def _post(
-        self, part: str, path: str, body: Callable[[Member], Mapping[str, Any] | None] = lambda member: None
+        self, part: str, path: str, body: Callable[[GroupMember], Mapping[str, Any] | None] = lambda member: None
     ) -> None:
         await self._each(part, lambda member: member.control.call(path, body(member), self._trace))
 
     async def _each(
         self,
         part: str,
-        call: Callable[[Member], Awaitable[Reply]],
+        call: Callable[[GroupMember], Awaitable[Reply]],
         *,
         among: set[str] | None = None,
         must: bool = False,
@@ -174,7 +178,7 @@ class GroupClient:
         """Run `call` for all members concurrently (or those `among`) and record the results. Raises the first fault,
         unless `must` is set: then faults are only recorded."""
         if self._ended and not must:
-            raise Silent(self.members[0].control.url, "the update was given up")
+            raise ReplyTimeout(self.members[0].control.url, "the update was given up")
         members = [member for member in self.members if among is None or member.control.url in among]
         outcomes = await asyncio.gather(
             *(self._timed(part, member, call) for member in members), return_exceptions=True
@@ -185,7 +189,7 @@ class GroupClient:
                 continue
             raise fault
 
-    async def _timed(self, part: str, member: Member, call: Callable[[Member], Awaitable[Reply]]) -> None:
+    async def _timed(self, part: str, member: GroupMember, call: Callable[[GroupMember], Awaitable[Reply]]) -> None:
         url, sent = member.control.url, time.perf_counter()
         try:
             reply = await call(member)
@@ -194,7 +198,7 @@ class GroupClient:
             self.faults.setdefault(url, fault)
             self.failed.set()
             raise
-        self._steps[url].append(Step(part, (time.perf_counter() - sent) * 1e3, work_ms, received_ns))
+        self._steps[url].append(GroupCall(part, (time.perf_counter() - sent) * 1e3, work_ms, received_ns))
 
 
 def _stamp(reply: Reply, name: str) -> float:
@@ -202,4 +206,4 @@ def _stamp(reply: Reply, name: str) -> float:
     try:
         return float(reply.headers.get(name, ""))
     except ValueError:
-        raise Malformed(reply.url, f"the header {name} is missing or not a number") from None
+        raise MalformedReply(reply.url, f"the header {name} is missing or not a number") from None

@@ -28,8 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pvg.errors import PvgError, StateError
-from pvg.servers.control import ControlClient, Delivery, ServerInfo
-from pvg.servers.labels import BROKEN, Label
+from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
+from pvg.servers.labels import BROKEN, WeightLabel
 from pvg.servers.pool import ServerFault
 from pvg.servers.transports.group_client import GroupClient
 from pvg.servers.transports.versions import untied, wire_dtype
@@ -55,14 +55,14 @@ class TrainerEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
-class Backend(Protocol):
+class TransferBackend(Protocol):
     """One of vLLM's mechanisms to move tensors between GPUs."""
 
     def check(self, infos: Sequence[ServerInfo]) -> None:
         """Raises ConfigurationError for servers that this mechanism cannot reach."""
         ...
 
-    def open(self, client: GroupClient, source: Source) -> TrainerEngine:
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         """Form the group of the trainer and the client's servers. Blocks until all have joined."""
         ...
 
@@ -79,7 +79,7 @@ class ParameterMeta(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Source:
+class TransferSource:
     """A WeightSource for vLLM's trainer side: a copy of the weights in the servers' dtype, tied ones once.
 
     The copy lets the trainer continue, and serves servers that return late. It takes that much GPU memory.
@@ -111,7 +111,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TransferGroup:
     client: GroupClient
     engine: TrainerEngine
     members: tuple[tuple[str, str], ...]  # url and boot
@@ -124,30 +124,37 @@ class TransferTransport:
     adapters = False
 
     def __init__(
-        self, backend: Backend, executor: Executor | None, device: torch.device, dtype: torch.dtype, timeout_s: float
+        self,
+        backend: TransferBackend,
+        executor: Executor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        timeout_s: float,
     ) -> None:
         self._backend = backend
         self._executor = executor
-        self._source = Source(device, dtype)
+        self._source = TransferSource(device, dtype)
         self._timeout_s = timeout_s
-        self._group: Group | None = None
-        self._staged: Label | None = None
+        self._group: TransferGroup | None = None
+        self._staged: WeightLabel | None = None
         self._one_at_a_time = asyncio.Lock()
 
-    async def stage(self, update: WeightUpdate, label: Label) -> None:
+    async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
         """Copy the weights on the trainer's GPU in the servers' dtype. The tensors may change afterwards."""
         async with self._one_at_a_time:
             await run_in(self._executor, self._source.take, update.tensors)
             self._staged = label
 
-    async def send(self, servers: Sequence[ControlClient], label: Label, trace: str) -> list[Delivery | BaseException]:
+    async def send(
+        self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
+    ) -> list[DeliveryTiming | BaseException]:
         async with self._one_at_a_time:
             if label != self._staged:
                 raise ValueError(f"{label} is not what was staged last ({self._staged}).")
             found = await asyncio.gather(*(self._ask(server, label) for server in servers))
             asked = {server.url: info for server, info in zip(servers, found, strict=True)}
             infos = {url: info for url, info in asked.items() if isinstance(info, ServerInfo)}
-            outcomes: dict[str, Delivery | BaseException] = {
+            outcomes: dict[str, DeliveryTiming | BaseException] = {
                 url: error for url, error in asked.items() if not isinstance(error, ServerInfo)
             }
             if infos:
@@ -156,7 +163,7 @@ class TransferTransport:
                 outcomes |= await self._transfer(members, infos, label, trace)
             return [outcomes[server.url] for server in servers]
 
-    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[Label]) -> None:
+    async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
         """Does nothing: only the newest version is kept."""
 
     async def close(self) -> None:
@@ -164,13 +171,13 @@ class TransferTransport:
             await self._disband()
             self._source.clear()
 
-    async def _ask(self, server: ControlClient, label: Label) -> ServerInfo | BaseException:
+    async def _ask(self, server: ControlClient, label: WeightLabel) -> ServerInfo | BaseException:
         """The server's status, or why it gets no weights: vLLM's transfer routes do not check sessions or versions."""
         try:
             info = await server.info()
         except (ServerFault, PvgError) as error:
             return error
-        there = Label.parse(info.label.removeprefix(BROKEN))
+        there = WeightLabel.parse(info.label.removeprefix(BROKEN))
         if there is None or there.session == label.session or there.session.began_ns < label.session.began_ns:
             return info
         return StateError(
@@ -179,8 +186,8 @@ class TransferTransport:
         )
 
     async def _transfer(
-        self, servers: Sequence[ControlClient], infos: Mapping[str, ServerInfo], label: Label, trace: str
-    ) -> dict[str, Delivery | BaseException]:
+        self, servers: Sequence[ControlClient], infos: Mapping[str, ServerInfo], label: WeightLabel, trace: str
+    ) -> dict[str, DeliveryTiming | BaseException]:
         """One outcome per server. Raises other errors than server faults and user errors, after resuming the
         servers."""
         members = tuple((server.url, infos[server.url].boot) for server in servers)
@@ -192,10 +199,12 @@ class TransferTransport:
                 engine = await self._watched(client, partial(self._backend.open, client, self._source))
             except _GivenUp as given_up:
                 return client.outcomes(label, timed_out=str(given_up))
-            self._group = Group(client, engine, members)
+            self._group = TransferGroup(client, engine, members)
         return await self._update(self._group, label, trace)
 
-    async def _update(self, group: Group, label: Label, trace: str) -> dict[str, Delivery | BaseException]:
+    async def _update(
+        self, group: TransferGroup, label: WeightLabel, trace: str
+    ) -> dict[str, DeliveryTiming | BaseException]:
         client, timed_out = group.client, ""
         client.begin(str(label), trace)
         try:

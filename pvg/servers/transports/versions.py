@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.servers.labels import Label, Session
+from pvg.servers.labels import PublishingSession, WeightLabel
 from pvg.store.atomic import (
     TEMPORARY_PREFIX,
     disk_full_explained,
@@ -156,7 +156,7 @@ _VERSION = re.compile(  # complete, or being written or removed
 class VersionFolders:
     """The versions of one session. Takes the session's lock on creation and releases it in `close`. All calls block."""
 
-    def __init__(self, root: Path, run: str, session: Session) -> None:
+    def __init__(self, root: Path, run: str, session: PublishingSession) -> None:
         """Raises ConfigurationError for a run name that could lead outside of `root`, or a path that is taken."""
         for name in (run, session.tail):
             if not _NAME.fullmatch(name):
@@ -182,11 +182,11 @@ class VersionFolders:
         """This session's existing versions, oldest first."""
         return tuple(sorted(self._made))
 
-    def name(self, label: Label) -> str:
+    def name(self, label: WeightLabel) -> str:
         """The version's name for servers: its path below the root. Raises KeyError if it does not exist."""
         return f"{self.run}/{self._made[label.version]}"
 
-    def write(self, label: Label, fill: Callable[[Path], Mapping[str, int]]) -> None:
+    def write(self, label: WeightLabel, fill: Callable[[Path], Mapping[str, int]]) -> None:
         """Create the version of `label`. `fill` writes synced files into an empty folder and returns the size of each
         weight file. Raises StateError if the version exists, MissingRequirementError if the disk is full. On any
         failure, nothing is left behind."""
@@ -210,7 +210,7 @@ class VersionFolders:
             raise
         self._made[label.version] = path.name
 
-    def retire(self, keep: int, in_use: Iterable[Label]) -> list[int]:
+    def retire(self, keep: int, in_use: Iterable[WeightLabel]) -> list[int]:
         """Remove this session's versions except the newest `keep` and those `in_use`, and what dead sessions of the run
         left. Returns the removed versions."""
         needed = {label.version for label in in_use if label.session == self.session}

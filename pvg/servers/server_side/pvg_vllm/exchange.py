@@ -17,7 +17,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MOST_BODY_BYTES = 1 << 20
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client disconnected before its request was complete."""
 
 
@@ -33,12 +33,13 @@ def routed_path(scope: Scope) -> str:
 
 
 async def read_table(receive: Receive) -> dict[str, Any]:
-    """The body as a JSON object. Raises a Refusal (400, 413) for anything else, Gone if the client disconnects."""
+    """The body as a JSON object. Raises a Refusal (400, 413) for anything else, ClientGone if the client
+    disconnects."""
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientGone
         body += message.get("body", b"")
         if len(body) > MOST_BODY_BYTES:
             raise Refusal(413, "too_large", f"A body has at most {MOST_BODY_BYTES} bytes.")

@@ -13,7 +13,7 @@ BROKEN = "broken:"
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class ServedLabel:
     """Version `version` of the weights of a session that began `began_ns` nanoseconds after 1970."""
 
     began_ns: int
@@ -28,7 +28,7 @@ class Label:
         return f"{self.session}/{self.version}"
 
     @classmethod
-    def parse(cls, text: str) -> Label | None:
+    def parse(cls, text: str) -> ServedLabel | None:
         """The label in `text`; None for any text that is not pvg's, such as vLLM's "default"."""
         session, separator, version = text.partition("/")
         began, dash, tail = session.partition("-")
@@ -39,11 +39,11 @@ class Label:
         return found if separator and dash and found.version >= 0 and str(found) == text else None
 
 
-def check_order(current: str, new: Label) -> None:
+def check_order(current: str, new: ServedLabel) -> None:
     """Raises a Refusal for weights that must not replace `current`, the engine's weight version: an older version of
     the same session, or any version of an older session. Any version of a session may replace its broken weights."""
     broken = current.startswith(BROKEN)
-    there = Label.parse(current.removeprefix(BROKEN))
+    there = ServedLabel.parse(current.removeprefix(BROKEN))
     if there is None:
         return
     check_session(there, new)
@@ -55,7 +55,7 @@ def check_order(current: str, new: Label) -> None:
         )
 
 
-def check_session(there: Label, new: Label) -> None:
+def check_session(there: ServedLabel, new: ServedLabel) -> None:
     """Raises a Refusal if the session of `new` began before that of `there`."""
     if there.session != new.session and new.began_ns < there.began_ns:
         raise Refusal(

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from .events import tell
-from .exchange import App, Gone, Message, Receive, Scope, Send, header, read_table, refuse, reply, routed_path
+from .exchange import App, ClientGone, Message, Receive, Scope, Send, header, read_table, refuse, reply, routed_path
 from .refusal import Refusal
-from .routes import Call, Routes
+from .routes import RouteCall, Routes
 
 COMPUTED = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})
 FREE = COMPUTED | {"/health", "/ping", "/version", "/metrics", "/v1/models", "/tokenize", "/detokenize"}
@@ -72,13 +72,13 @@ class PvgMiddleware:
             if path == "/pvg" or path.startswith("/pvg/"):
                 route = self._routes.find(scope["method"], path)
                 body = {} if scope["method"] == "GET" else await read_table(receive)
-                await reply(stamped, 200, await route(Call(scope["app"].state, body, stamped.trace)))
+                await reply(stamped, 200, await route(RouteCall(scope["app"].state, body, stamped.trace)))
             else:
                 await self._wait_for_turn(scope)
                 await self._app(scope, receive, stamped)
         except Refusal as refusal:
             await refuse(stamped, refusal)
-        except Gone:
+        except ClientGone:
             return
 
     async def _wait_for_turn(self, scope: Scope) -> None:

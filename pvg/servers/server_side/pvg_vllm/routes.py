@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .events import tell
-from .labels import BROKEN, Label, check_order, check_session
+from .labels import BROKEN, ServedLabel, check_order, check_session
 from .refusal import Refusal
 from .weights_folder import adapter_folder, weight_files
 
@@ -26,7 +26,7 @@ PROTOCOL = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RouteCall:
     """One call: vLLM's application state, the request body, the client's trace id."""
 
     state: Any
@@ -46,15 +46,15 @@ class Call:
             raise Refusal(400, "bad_request", f"{key!r} must be true or false.")
         return value
 
-    def label(self) -> Label:
+    def label(self) -> ServedLabel:
         """The label in the body. Raises a Refusal if it is invalid."""
         text = self.text("label")
-        if (found := Label.parse(text)) is None:
+        if (found := ServedLabel.parse(text)) is None:
             raise Refusal(422, "bad_label", f"{text!r} is not a label: SESSION/VERSION, where SESSION is <hex>-<tail>.")
         return found
 
 
-Route = Callable[[Call], Awaitable[dict[str, Any]]]
+Route = Callable[[RouteCall], Awaitable[dict[str, Any]]]
 
 
 class Routes:
@@ -64,7 +64,7 @@ class Routes:
         self._root = root
         self._boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)  # lets the process that starts us recognize us
         self._updating = asyncio.Lock()
-        self._newest_adapter: Label | None = None
+        self._newest_adapter: ServedLabel | None = None
         self._table: dict[str, tuple[str, Route]] = {
             "/pvg/info": ("GET", self.info),
             "/pvg/servers": ("POST", self.weights),
@@ -81,7 +81,7 @@ class Routes:
             raise Refusal(405, "wrong_method", f"{path} takes {expected}.")
         return route
 
-    async def info(self, call: Call) -> dict[str, Any]:
+    async def info(self, call: RouteCall) -> dict[str, Any]:
         """The server's status. Queries the engine, so there is no answer while the engine hangs."""
         engine = call.state.engine_client
         config = engine.vllm_config
@@ -104,7 +104,7 @@ class Routes:
             "world_size": config.parallel_config.world_size_across_dp,
         }
 
-    async def weights(self, call: Call) -> dict[str, Any]:
+    async def weights(self, call: RouteCall) -> dict[str, Any]:
         """Load published weights into the engine. Answers immediately if it has the label already."""
         engine, label, name, keep_kv = call.state.engine_client, call.label(), call.text("name"), call.switch("keep_kv")
         async with self._updating:
@@ -118,7 +118,7 @@ class Routes:
             tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=sum(timing.values()), **timing)
             return {"label": str(label), **timing}
 
-    async def adapters(self, call: Call) -> dict[str, Any]:
+    async def adapters(self, call: RouteCall) -> dict[str, Any]:
         """Load a published adapter in addition to others. Requests name it by its label. Pauses nothing."""
         models, label, name = call.state.openai_serving_models, call.label(), call.text("name")
         async with self._updating:
@@ -139,7 +139,7 @@ class Routes:
             tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=load_ms)
             return {"label": str(label), "load_ms": load_ms}
 
-    async def unload_adapter(self, call: Call) -> dict[str, Any]:
+    async def unload_adapter(self, call: RouteCall) -> dict[str, Any]:
         """Accept no more requests for an adapter. Workers keep it while requests need it, and evict it when they need
         the space."""
         models, label = call.state.openai_serving_models, call.label()
@@ -149,7 +149,7 @@ class Routes:
             return {"label": str(label)}
 
 
-async def _update(engine: Any, label: Label, files: Sequence[Path], keep_kv: bool) -> dict[str, float]:
+async def _update(engine: Any, label: ServedLabel, files: Sequence[Path], keep_kv: bool) -> dict[str, float]:
     """Milliseconds of each part. The engine always resumes, under a label that says what it has."""
     times = [time.perf_counter()]
     reached = BROKEN + str(label)
