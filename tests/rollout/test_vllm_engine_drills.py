@@ -69,7 +69,7 @@ def test_a_rollout_that_every_server_fails_is_reported_with_the_last_failure(tmp
         await d.publish(0)
         await d.break_generation(default=Fault("error"))
         with pytest.raises(
-            RolloutFailedError, match=r"Rollout r1 failed 3 times; .*HTTP 500: EngineCore died"
+            RolloutFailedError, match=r"Rollout r1 failed 3 times\. .*HTTP 500: EngineCore died"
         ) as caught:
             await d.ask(request(1))
         assert any(proxy.url in str(caught.value) for proxy in d.proxies)

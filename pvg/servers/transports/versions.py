@@ -219,7 +219,6 @@ class VersionFolders:
         return doomed
 
     def remove(self, versions: Iterable[int]) -> None:
-        """Remove versions of this session."""
         for version in versions:
             path = self.folder / self._made.pop(version)
             if path.is_symlink() or not path.is_dir():
