@@ -81,7 +81,7 @@ def test_dataclasses_of_a_file_find_their_module() -> None:
         ("x = 1\n", "mine.py:x", "is a int"),
         ("raise ValueError('no luck')\n", "mine.py:x", "ValueError: no luck"),
         ("def x(:\n", "mine.py:x", "line 1 is not valid Python"),
-        ("", "other.py:x", "other.py cannot be read: No such file"),
+        ("", "other.py:x", "cannot read other.py: No such file"),
     ],
 )
 def test_a_file_that_cannot_serve_is_told_in_one_line(text: str, reference: str, told: str) -> None:

@@ -7,8 +7,8 @@ A `Rollout` object takes about 9 kB, too much for the statistics of a large mint
 and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map and verifies
 each when it is read.
 
-Verifying a whole shard takes as long as reading all of it, but a verifier's first batch needs a hundred rows of a
-quarter of a million. So a shard from which pairs are drawn has a file of digests (`mint-00000.digests`): one digest of
+Verifying a whole shard takes as long as reading all of it, but a verifier's first batch needs only about 100 of
+250,000 rows. So a shard from which pairs are drawn has a file of digests (`mint-00000.digests`): one digest of
 everything that is read on opening (labels, problems, questions, offsets of text and tokens), and one of each row's text
 and tokens. The commit has the checksum of this file.
 
