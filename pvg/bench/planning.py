@@ -118,7 +118,6 @@ def plan_bench(
 
 
 def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[Change]) -> list[Change]:
-    """The settings that --server and --serve imply."""
     if urls and serve:
         raise UsageError("--server and --serve cannot be used together.", "Use one of them.")
     if not urls and not serve:

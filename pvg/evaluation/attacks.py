@@ -212,7 +212,6 @@ def ended(aim: Aim, steps: int) -> dict[str, Any]:
 
 
 def final_samples(study: Study, target: Target, kind: str) -> SampleSet:
-    """The trained attacker's samples on the test problems."""
     return SampleSet(
         name=attack_name(target.round, kind),
         round=target.round,

@@ -237,7 +237,6 @@ def read_report(path: Path) -> EvaluationReport:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a report."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **EvaluationReport.model_json_schema()}
 
 
@@ -253,7 +252,6 @@ if __name__ == "__main__":
 
 
 def notes(experiment: Experiment) -> list[str]:
-    """What a reader must know about this run's numbers."""
     found = []
     rollout = experiment.rollout
     if rollout.top_p < 1.0 or rollout.top_k > 0:

@@ -83,7 +83,6 @@ async def sampled(study: Study, wanted: SampleSet, load: Callable[[], Awaitable[
 
 
 def is_complete(study: Study, wanted: SampleSet) -> bool:
-    """Whether the whole set is on disk."""
     return sum(shard.rows for shard in _committed(study, wanted.name, digest_of(study, wanted))) == wanted.rollouts
 
 

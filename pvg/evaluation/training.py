@@ -51,7 +51,6 @@ class Course:
         return older.with_name(f"{older.name}-{self.digest[:12]}")
 
     def written(self, study: Study) -> Reading:
-        """Read access to its policies."""
         return Reading.open(RunDirectory(self.folder(study)))
 
 

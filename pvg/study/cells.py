@@ -149,7 +149,6 @@ class StudyFolder:
 
 
 def standing(cell: Cell, folder: StudyFolder, evaluate: Evaluate | None) -> Standing:
-    """The cell's progress, from its files."""
     reason = _failure(folder.failure(cell))
     if not cell.run.experiment_file.is_file():
         return Standing("new", reason=reason)

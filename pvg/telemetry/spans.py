@@ -70,7 +70,6 @@ class StepBudget:
 
 
 def add_seconds(totals: dict[str, float], more: Mapping[str, float]) -> None:
-    """Add seconds by part to `totals`."""
     for part, seconds in more.items():
         totals[part] = totals.get(part, 0.0) + seconds
 

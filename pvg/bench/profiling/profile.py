@@ -232,7 +232,6 @@ def _device_clock(settings: BenchSettings) -> DeviceClock | None:
 
 
 def _write_index(made: Profiled) -> None:
-    """Write profile.json and README.txt."""
     made.files.append(Made("profile.json", "The figures of this profile, as printed by `pvg profile --json`.", ""))
     lines = [f"pvg profile: {made.title}", ""]
     for file in made.files:

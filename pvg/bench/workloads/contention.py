@@ -110,8 +110,6 @@ class ChildFailedError(PvgError):
 
 
 class Contention:
-    """See the module."""
-
     measures: Mapping[str, Measure] = {
         "step_s": Measure("s", "lower", "wall time of one optimizer step with no busy process beside it"),
         "step_1_s": Measure("s", "lower", "wall time of one optimizer step beside one busy process"),

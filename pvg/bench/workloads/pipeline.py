@@ -240,8 +240,6 @@ class Play:
 
 
 class PipelinedSteps:
-    """See the module."""
-
     measures: Mapping[str, Measure] = {
         "trainer_idle": Measure("1", "lower", "1 - useful work / wall time"),
         "step_s": Measure("s", "lower", "mean time of a step"),
