@@ -184,7 +184,6 @@ class RunDirectory:
 
     @property
     def experiment_file(self) -> Path:
-        """The resolved configuration of the run."""
         return self.path / "experiment.toml"
 
     @property
@@ -227,7 +226,6 @@ class RunDirectory:
 
     @property
     def evaluation(self) -> Path:
-        """The results of `pvg evaluate` (pvg.evaluation)."""
         return self.path / "evaluation"
 
     @property
@@ -401,7 +399,6 @@ def _first_entry(folder: Path) -> str:
 
 
 def runs_in(root: Path) -> list[str]:
-    """The names of the runs in `root`, sorted."""
     if not root.is_dir():
         return []
     return sorted(path.parent.name for path in root.glob("*/experiment.toml"))

@@ -356,7 +356,7 @@ def test_parts_and_rounds_as_a_user_writes_them() -> None:
     assert parse_rounds(None) is None
     with pytest.raises(UsageError, match="Did you mean 'exploit'"):
         parse_parts("exploits")
-    with pytest.raises(UsageError, match="no list of rounds"):
+    with pytest.raises(UsageError, match="not a list of rounds"):
         parse_rounds("first")
 
 
