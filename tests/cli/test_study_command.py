@@ -259,6 +259,7 @@ def is_gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
 
 
+@pytest.mark.drill
 def test_a_killed_study_leaves_no_game_behind_and_goes_on() -> None:
     Path("tiny.toml").write_text(TINY)
     cells = ["cgc-seed-000", "src-seed-000"]

@@ -28,6 +28,7 @@ SPO = {
 PRIORITISED = {**SPO, "training.curriculum": "prioritised", "training.curriculum_half_life": 4.0}
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("settings", [SPO, PRIORITISED], ids=["cgc", "prioritised"])
 def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(settings: dict[str, Any], tmp_path: Path) -> None:
     experiment = changed(settings)
@@ -79,6 +80,7 @@ def stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchEngine, "generate", slow)
 
 
+@pytest.mark.drill
 @pytest.mark.usefixtures("stragglers")
 @pytest.mark.parametrize(
     "settings",
