@@ -16,7 +16,7 @@ COMMAND_LINE = ("pvg_cli", ROOT / "cli") if (ROOT / "cli" / "pvg_cli").is_dir() 
 LAYERS = (
     *("version", "errors", "records", "inputs", "spinning", "extensions", "config", "hub", "telemetry", "store"),
     *("sandbox", "tasks", "models", "servers", "rollout", "verifier", "training", "game", "evaluation"),
-    *("bench", "reporting", "study"),
+    *("bench", "reporting", "study", "api"),
 )
 # These run in other processes, where pvg cannot be imported.
 SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"
