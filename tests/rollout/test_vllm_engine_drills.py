@@ -301,7 +301,7 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
         fitting = engine_over([url], tmp_path / "third", d.events, shape="4 layers of 64, 320 tokens")
         await fitting.ready()
         await fitting.close()
-        assert d.servers[0].calls["/pvg/servers"] == 0
+        assert d.servers[0].calls["/pvg/weights"] == 0
 
     run(use, tmp_path, shape="4 layers of 64, 320 tokens")
 
