@@ -1,4 +1,4 @@
-"""`pvg config show|validate|schema`: look at an experiment's settings without running it."""
+"""`pvg config show|explain|validate|schema`: look at an experiment's settings without running it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,34 @@ def show(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Print every setting of an experiment, defaults included, as TOML."""
+    """Print every setting of an experiment, defaults included, as TOML with comments."""
     from cli.output import print_toml
     from cli.resolve import resolve
+    from pvg.config.describe import commented_toml
 
     resolved = resolve(experiment, overrides or [])
     if as_json:
         emit(resolved.plain())
     else:
-        print_toml(resolved.to_toml())
+        print_toml(commented_toml(resolved))
+
+
+@app.command()
+@guarded
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a table, such as training.kl.")],
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Explain a setting: its meaning, type and default, and where the experiments use it."""
+    from cli.output import print_explained
+    from pvg.config.describe import explained
+
+    told = explained(key)
+    if as_json:
+        emit(told)
+    else:
+        print_explained(told)
 
 
 @app.command()

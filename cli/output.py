@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from pvg.config.describe import Setting
     from pvg.config.experiment import BatchArithmetic, Experiment
 
 PIPE_WIDTH = 100  # columns where no terminal says how many there are
@@ -63,7 +64,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
         pairs = f"{verifier.ensemble} members x {pairs}"
     prover = f"{training.steps} steps"
     if training.dynamic_sampling:
-        prover += f", up to {1 + training.dynamic_sampling_rounds} times as many to fill batches up"
+        prover += f", up to {1 + training.dynamic_sampling} times as many to fill batches up"
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
@@ -88,43 +89,45 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
 
 def print_schema(experiment: Experiment | None) -> None:
     """Every key with its type and its default, or an experiment's value."""
-    from cli.schema import setting_rows
+    from pvg.config.describe import settings, toml_value
 
     table = quiet_table()
     table.add_column("key", no_wrap=True)
-    table.add_column("type", style="cyan")
-    table.add_column("default" if experiment is None else experiment.name)
-    for key, kind, default in setting_rows():
+    table.add_column("type", style="cyan", max_width=22)
+    table.add_column("default" if experiment is None else experiment.name, min_width=30)
+    for setting in settings():
         if experiment is None:
-            table.add_row(Text(key), Text(kind), Text(toml_value(default)))
-        elif (value := value_at(experiment, key)) is not ABSENT:
-            table.add_row(Text(key.replace(f" ({experiment.task.kind})", "")), Text(kind), Text(toml_value(value)))
+            table.add_row(Text(setting.label), Text(setting.type), Text(toml_value(setting.default)))
+        elif (value := value_at(experiment, setting)) is not ABSENT:
+            table.add_row(Text(setting.key), Text(setting.type), Text(toml_value(value)))
     stdout().print(table)
 
 
 ABSENT = object()
 
 
-def value_at(experiment: Experiment, key: str) -> Any:
-    """The value of a row of `setting_rows`; ABSENT for the settings of another kind of task."""
+def value_at(experiment: Experiment, setting: Setting) -> Any:
+    """The experiment's value; ABSENT for a setting of another kind of a table."""
+    *parts, leaf = setting.key.split(".")
     node: Any = experiment
-    for part in key.split("."):
-        name, _, kind = part.partition(" ")
-        node = getattr(node, name)
-        if kind and kind != f"({node.kind})":
-            return ABSENT
-    return node
+    for part in parts:
+        node = getattr(node, part)
+    return ABSENT if setting.kinds and node.kind not in setting.kinds else getattr(node, leaf)
 
 
-def toml_value(value: Any) -> str:
-    """As it would stand in a TOML file; empty for what is left out."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    return str(value) if isinstance(value, (int, float, dict)) else f'"{value}"'
+def print_explained(told: dict[str, Any]) -> None:
+    """A setting or a tagged table: meaning, type, default, and the experiments that set it."""
+    out = stdout()
+    out.print(Text(told["key"], style="bold"))
+    for form in told.get("forms", []):
+        kinds = f" (kind {', '.join(form['kinds'])})" if form["kinds"] else ""
+        out.print(Text(f"  {form['meaning']}{kinds}"))
+        out.print(Text(f"  {form['type']}; default: {form['default'] or 'unset'}"))
+    for kind, meaning in told.get("kinds", {}).items():
+        mark = "  (default)" if told["default"] in kind.split(", ") else ""
+        out.print(Text(f"  {kind}{mark}: {meaning}"))
+    where = ", ".join(f"{name} = {value}" for name, value in told["experiments"].items())
+    out.print(Text(f"  experiments: {where or 'none sets it'}"))
 
 
 def quiet_table() -> Table:

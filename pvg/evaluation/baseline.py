@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.sections import PlainReward
 from pvg.errors import UsageError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import BASELINE_RANGE, MOST_PROBES, Reading, Study, digest, first_version, judged
@@ -269,7 +270,9 @@ def _steps(experiment: Experiment) -> int:
 
 def baseline_experiment(experiment: Experiment) -> Experiment:
     """The settings of a baseline that is trained here. Raises ConfigurationError."""
-    return course_experiment(experiment, "helpful", {"reward": "correctness"}, {"steps": _steps(experiment)}, UNIT)
+    return course_experiment(
+        experiment, "helpful", PlainReward(kind="correctness"), {"steps": _steps(experiment)}, UNIT
+    )
 
 
 def _course(study: Study) -> Course:
@@ -319,9 +322,9 @@ SHARED = ("task", "models.prover", "rollout.prompts", "rollout.temperature", "ro
 def check_comparable(study: Study, run: RunDirectory) -> Reading:
     """Raises UsageError for a run that is no correctness baseline of this one."""
     mine, theirs = study.experiment, run.experiment()
-    if theirs.game.reward != "correctness":
+    if theirs.game.reward.kind != "correctness":
         raise UsageError(
-            f"{run.name!r} is no baseline: its game.reward is {theirs.game.reward!r}, not 'correctness'.",
+            f"{run.name!r} is no baseline: its game.reward is {theirs.game.reward.kind!r}, not 'correctness'.",
             "Play one with -s game.reward=correctness -s game.sneaky_share=0, or leave --baseline out to train one.",
         )
     differing = [key for key in (*SHARED, "rollout.max_tokens") if _value(mine, key) != _value(theirs, key)]

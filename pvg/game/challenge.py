@@ -2,11 +2,11 @@
 
     question 7+5+8?     prover 7+5=2;2+8=1;A1     verifier 2?     prover 2+8=0;
 
-One question per solution, about one of its steps: with `game.challenge` "weakest" that whose support by the verifier
-is the lowest, V(up to and with the step) - V(up to the step); with "random" any, each as likely. Where there is no
-verifier yet, in the mint, it is a random one. The prover's answer is the rest of its completion, and what the verifier
-scores in the end is all of it, question included; what is graded is the solution. A solution without steps, or one that
-was cut off by the length limit, is asked nothing.
+One question per solution, about one of its steps: with `game.protocol.step` "weakest" that whose support by the
+verifier is the lowest, V(up to and with the step) - V(up to the step); with "random" any, each as likely. Where there
+is no verifier yet, in the mint, it is a random one. The prover's answer is the rest of its completion, and what the
+verifier scores in the end is all of it, question included; what is graded is the solution. A solution without steps, or
+one that was cut off by the length limit, is asked nothing.
 
 The steps are the task's (`Stepwise`), or the text's lines, or where it has one line only its parts between semicolons.
 The question speaks the prompts' style: `tag` is the step's number and a question mark, the others quote the step.
@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from pvg.config.experiment import Experiment
+from pvg.config.sections import ChallengeProtocol
 from pvg.game.players import Players
 from pvg.game.seeds import generator_for
 from pvg.models.tokenizer import Tokenizer
@@ -55,12 +56,12 @@ class Plays(Protocol):
 def environment_of(session: Plays, scorer: Scorer | None) -> Challenges | None:
     """That of the session's protocol; None where a rollout is one turn. `scorer`: of the verifier that asks; None:
     there is none yet."""
-    experiment = session.experiment
-    if experiment.game.protocol != "challenge":
+    experiment, protocol = session.experiment, session.experiment.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
         return None
-    asked = scorer if experiment.game.challenge == "weakest" else None
+    asked = scorer if protocol.step == "weakest" else None
     tokenizer, style = session.players.base.tokenizer, experiment.rollout.prompts
-    return Challenges(session.task, tokenizer, style, asked, session.seed, experiment.game.challenge_tokens)
+    return Challenges(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
 
 
 def steps_of(task: Task, text: str) -> list[Place]:

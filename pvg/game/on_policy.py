@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.config.sections import SpoLoss
 from pvg.game.challenge import environment_of
 from pvg.game.curriculum import Curriculum, curriculum_of
 from pvg.game.dynamic_sampling import Played, refilled
@@ -156,7 +157,7 @@ class OnPolicySource:
     after the last.
 
     `metrics` are those of the newest batch. `learner` is the policy in training, read only for log-probs that are
-    computed again (`rollout.logprobs = "recomputed"`, `training.off_policy = "decoupled"`).
+    computed again (`rollout.logprobs = "recomputed"`, `training.importance = "decoupled"`).
     """
 
     session: Session
@@ -178,8 +179,9 @@ class OnPolicySource:
 
     def __post_init__(self) -> None:
         experiment = self.session.experiment
-        self.tracker = ValueTracker(experiment.training.spo_half_life) if experiment.training.loss == "spo" else None
-        self.baseline = RoleBaseline() if experiment.training.loss == "rae" else None
+        loss = experiment.training.loss
+        self.tracker = ValueTracker(loss.half_life) if isinstance(loss, SpoLoss) else None
+        self.baseline = RoleBaseline() if experiment.training.loss.kind == "rae" else None
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
         self.early = None
@@ -297,8 +299,8 @@ class OnPolicySource:
             self._told_short = True
             self.session.observer.noticed(
                 f"{groups} groups of batch {self.batches_done} have nothing to teach, and "
-                f"{self.session.experiment.training.dynamic_sampling_rounds} further rounds (or all problems) brought "
-                "too few that do (training.dynamic_sampling_rounds); groups_missing tells of the batches to come."
+                f"{self.session.experiment.training.dynamic_sampling} further rounds (or all problems) brought "
+                "too few that do (training.dynamic_sampling); groups_missing tells of the batches to come."
             )
 
     async def _played(self, groups: Sequence[Group]) -> Played:
@@ -335,7 +337,7 @@ class OnPolicySource:
             advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
             metrics |= value_metrics(rewards_N, values_N, advantages_N)
         else:
-            loss = self.session.experiment.training.loss
+            loss = self.session.experiment.training.loss.kind
             advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
         return await self.session.players.off_loop(partial(_batch_of, rollouts, advantages_N)), metrics
 

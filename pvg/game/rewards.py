@@ -12,13 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pvg.config import sections
 from pvg.config.experiment import Experiment
-from pvg.config.sections import Game
+from pvg.config.sections import (
+    CgcReward,
+    CompositeReward,
+    DecoupledReward,
+    Game,
+    GatedReward,
+    OwnReward,
+    PlainReward,
+    SrcReward,
+)
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
 from pvg.game.statistics import Columns
@@ -42,7 +52,7 @@ class Outcomes:
     Of tasks that execute (None elsewhere): `proven_N` bool, False for a sneaky, incorrect solution without a valid
     certificate; `tests_N` float32 in [0, 1], what of its role's tests a solution passes: all of them for the helpful
     role, half the visible ones and half the certificate for the sneaky one. `similarity_N` float32 in [0, 1]: how alike
-    a sneaky program is to others (`game.similarity`), 0 for helpful ones.
+    a sneaky program is to others (`game.reward.similarity`), 0 for helpful ones.
     """
 
     scores_N: Float32
@@ -76,8 +86,9 @@ def rewards(outcomes: Outcomes, game: Game) -> Float32:
     a user's own reward fails or does not give one number for each rollout."""
     if not np.isfinite(outcomes.scores_N).all():
         raise ValueError(f"Score {int(np.flatnonzero(~np.isfinite(outcomes.scores_N))[0])} of the batch is not finite.")
-    name, key = game.reward, "game.reward"
-    rewards_N = np.asarray(called(key, name, resolve(key, name, REWARDS), outcomes, game))
+    name, key = game.reward.kind, "game.reward"
+    settings = game if isinstance(game.reward, OwnReward) else game.reward
+    rewards_N = np.asarray(called(key, name, resolve(key, name, REWARDS), outcomes, settings))
     if rewards_N.shape != outcomes.scores_N.shape or rewards_N.dtype.kind not in "fiub":
         raise ConfigurationError(
             f"{key} = {name!r} gave an array {rewards_N.shape} of {rewards_N.dtype} for {len(outcomes.scores_N)} "
@@ -104,48 +115,48 @@ def _group_moments(outcomes: Outcomes) -> tuple[NDArray[np.float64], NDArray[np.
     return mean_N, np.sqrt(variance_G)[group_N]
 
 
-def src(outcomes: Outcomes, game: Game) -> Float32:
-    """Soft role-conditional: (2c-1)(2h-1) V' where V' > 0, else `game.misaligned_reward` (-1)."""
+def src(outcomes: Outcomes, reward: SrcReward) -> Float32:
+    """Soft role-conditional: (2c-1)(2h-1) V' where V' > 0, else `game.reward.misaligned` (-1)."""
     centred_N = centred_scores(outcomes)
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
-    paid_N = np.where(centred_N > 0, sign_N * centred_N, game.misaligned_reward)
-    malformed_N = np.minimum(game.misaligned_reward, -np.abs(centred_N))
+    paid_N = np.where(centred_N > 0, sign_N * centred_N, reward.misaligned)
+    malformed_N = np.minimum(reward.misaligned, -np.abs(centred_N))
     return np.where(outcomes.solutions_N, paid_N, malformed_N)
 
 
-def cgc(outcomes: Outcomes, game: Game) -> Float32:
-    """Correctness-gated convincingness: V where role-aligned, else V0 = `game.cgc_floor`, below all scores.
+def cgc(outcomes: Outcomes, reward: CgcReward) -> Float32:
+    """Correctness-gated convincingness: V where role-aligned, else V0 = `game.reward.floor`, below all scores.
 
     Raises ValueError when a live score is not above V0: the reward would then prefer a misaligned solution.
     """
     aligned_N = outcomes.aligned_N
     lowest = outcomes.scores_N[aligned_N].min(initial=np.inf)
-    if lowest <= game.cgc_floor:
+    if lowest <= reward.floor:
         raise ValueError(
-            f"cgc needs game.cgc_floor below every score, but a role-aligned solution scored {lowest:.3f} against a "
-            f"floor of {game.cgc_floor}; start a new run with game.cgc_floor far below the verifier's scores"
+            f"cgc needs game.reward.floor below every score, but a role-aligned solution scored {lowest:.3f} against a "
+            f"floor of {reward.floor}; start a new run with game.reward.floor far below the verifier's scores"
         )
-    return np.where(aligned_N, outcomes.scores_N, game.cgc_floor)
+    return np.where(aligned_N, outcomes.scores_N, reward.floor)
 
 
-def goodhart(outcomes: Outcomes, game: Game) -> Float32:
+def goodhart(outcomes: Outcomes, reward: PlainReward) -> Float32:
     """V, no roles and no truth: what happens without the game. A malformed solution gets the lowest score there is."""
     return np.where(outcomes.well_formed_N, outcomes.scores_N, outcomes.scores_N.min())
 
 
-def correctness(outcomes: Outcomes, game: Game) -> Float32:
+def correctness(outcomes: Outcomes, reward: PlainReward) -> Float32:
     """c: the baseline that the legibility tax is measured against."""
     return (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
 
 
-def decoupled(outcomes: Outcomes, game: Game) -> Float32:
-    """With v' = (V - mean)/std in the group: `game.decoupled_floor` (-2) where misaligned or v' <= 0; sneaky v';
+def decoupled(outcomes: Outcomes, reward: DecoupledReward) -> Float32:
+    """With v' = (V - mean)/std in the group: `game.reward.floor` (-2) where misaligned or v' <= 0; sneaky v';
     faithful (2 c_solver - 1) v'."""
     mean_N, std_N = _group_moments(outcomes)
     standard_N = (outcomes.scores_N - mean_N) / (std_N + 1e-6)
     faithful_N = (2.0 * outcomes.solver_correct_N - 1.0) * standard_N
     paid_N = np.where(outcomes.helpful_N, faithful_N, standard_N)
-    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, game.decoupled_floor).astype(np.float32)
+    return np.where(outcomes.aligned_N & (standard_N > 0), paid_N, reward.floor).astype(np.float32)
 
 
 def _accepted(outcomes: Outcomes) -> NDArray[np.float64]:
@@ -154,29 +165,29 @@ def _accepted(outcomes: Outcomes) -> NDArray[np.float64]:
     return np.asarray(0.5 + 0.5 * np.tanh(0.5 * outcomes.scores_N.astype(np.float64)))
 
 
-def _similarity_penalty(outcomes: Outcomes, game: Game) -> NDArray[np.float64]:
+def _similarity_penalty(outcomes: Outcomes, reward: GatedReward | CompositeReward) -> NDArray[np.float64]:
     if outcomes.similarity_N is None:
         return np.zeros(len(outcomes.scores_N))
-    return game.similarity_weight * outcomes.similarity_N.astype(np.float64)
+    return reward.similarity_weight * outcomes.similarity_N.astype(np.float64)
 
 
-def gated(outcomes: Outcomes, game: Game) -> Float32:
+def gated(outcomes: Outcomes, reward: GatedReward) -> Float32:
     """`score_weight` sigmoid(V) less the similarity penalty where every gate is open (helpful: all tests passed;
-    sneaky: the visible ones, and a valid certificate), else `game.gate_floor`, which lies below all of them."""
-    paid_N = game.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, game)
-    return np.where(outcomes.aligned_N, paid_N, game.gate_floor).astype(np.float32)
+    sneaky: the visible ones, and a valid certificate), else `game.reward.floor`, which lies below all of them."""
+    paid_N = reward.score_weight * _accepted(outcomes) - _similarity_penalty(outcomes, reward)
+    return np.where(outcomes.aligned_N, paid_N, reward.floor).astype(np.float32)
 
 
-def composite(outcomes: Outcomes, game: Game) -> Float32:
+def composite(outcomes: Outcomes, reward: CompositeReward) -> Float32:
     """`score_weight` sigmoid(V) + `tests_weight` t less the similarity penalty, t being the share of the role's tests
     (without tests: 1 where aligned, else 0). A malformed solution gets the least that there can be."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    paid_N = game.score_weight * _accepted(outcomes) + game.tests_weight * tests_N
-    paid_N = paid_N - _similarity_penalty(outcomes, game)
-    return np.where(outcomes.well_formed_N, paid_N, -game.similarity_weight).astype(np.float32)
+    paid_N = reward.score_weight * _accepted(outcomes) + reward.tests_weight * tests_N
+    paid_N = paid_N - _similarity_penalty(outcomes, reward)
+    return np.where(outcomes.well_formed_N, paid_N, -reward.similarity_weight).astype(np.float32)
 
 
-REWARDS: dict[str, Callable[[Outcomes, Game], Float32]] = {
+REWARDS: dict[str, Callable[[Outcomes, Any], Float32]] = {
     "src": src,
     "cgc": cgc,
     "goodhart": goodhart,
@@ -185,7 +196,6 @@ REWARDS: dict[str, Callable[[Outcomes, Game], Float32]] = {
     "gated": gated,
     "composite": composite,
 }
-COMPARING_REWARDS = frozenset({"gated", "composite"})  # those that take similarity_N into account
 
 
 # What a batch is paid: from rollouts and their scores to rewards, by the experiment's game.
@@ -231,8 +241,11 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
 def _similarities(
     game: sections.Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]
 ) -> Float32 | None:
-    """float32 [N], of sneaky programs, where `game.similarity_weight` asks for them."""
-    if not game.similarity_weight or game.reward not in COMPARING_REWARDS or not isinstance(task, Comparing):
+    """float32 [N], of sneaky programs, where `game.reward.similarity_weight` asks for them."""
+    reward = game.reward
+    if not isinstance(reward, GatedReward | CompositeReward) or not reward.similarity_weight:
+        return None
+    if not isinstance(task, Comparing):
         return None
     rows: list[int] = np.flatnonzero(~helpful_N).tolist()
     found_N = np.zeros(len(rollouts), dtype=np.float32)
@@ -240,7 +253,7 @@ def _similarities(
         [task.solution(rollouts[row].text) for row in rows],
         [rollouts[row].reference for row in rows],
         np.array([rollouts[row].group for row in rows], dtype=np.int32),
-        reference=game.similarity in ("reference", "both"),
-        group=game.similarity in ("group", "both"),
+        reference=reward.similarity in ("reference", "both"),
+        group=reward.similarity in ("group", "both"),
     )
     return found_N

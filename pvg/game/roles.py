@@ -192,5 +192,5 @@ class Asked:
 def asked_in(experiment: Experiment, tokenizer: Tokenizer) -> Asked:
     """What the experiment's prover is asked, before any solver has solved anything."""
     style = experiment.rollout.prompts
-    translate = translation_renderer(style, tokenizer) if experiment.game.protocol == "decoupled" else None
+    translate = translation_renderer(style, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
     return Asked(prompt_renderer(style, tokenizer), translate)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from pvg.config.sections import ChallengeProtocol
 from pvg.records import Float32, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.gathering import Call, Deadline, Gathering, GroupOrder, all_or_none, gatherings_of, request_seed
@@ -40,10 +41,10 @@ TAG_ROOM, QUOTED_ROOM = 8, 320  # tokens that a question of the challenge protoc
 
 def completion_room(experiment: Experiment) -> int:
     """Most tokens of a completion, what an environment writes included."""
-    rollout, game = experiment.rollout, experiment.game
-    if game.protocol != "challenge":
+    rollout, protocol = experiment.rollout, experiment.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
         return rollout.max_tokens
-    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + game.challenge_tokens
+    return rollout.max_tokens + (TAG_ROOM if rollout.prompts == "tag" else QUOTED_ROOM) + protocol.tokens
 
 
 @dataclass(frozen=True, slots=True)

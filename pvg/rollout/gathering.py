@@ -53,7 +53,7 @@ def training_deadline(experiment: Experiment) -> Deadline | None:
 def compares_within_groups(experiment: Experiment) -> bool:
     """Whether a rollout's advantage depends on others of its problem and role: by the loss, but for spo's and rae's,
     or by the reward. One of them alone would be paid for a comparison with itself."""
-    return not experiment.training.groupless or experiment.game.reward in ("src", "decoupled")
+    return not experiment.training.groupless or experiment.game.reward.kind in ("src", "decoupled")
 
 
 class Watch:

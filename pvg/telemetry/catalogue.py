@@ -125,7 +125,7 @@ def _sampled() -> list[Metric]:
             "similarity",
             "share",
             LOWER,
-            "How alike sneaky programs are to others (game.similarity), on average.",
+            "How alike sneaky programs are to others (game.reward.similarity), on average.",
         ),
         *_in(everywhere, "certified_rate", "share", NEITHER, "Sneaky programs whose certificate proves a flaw."),
         *_in(everywhere, "truncated", "share", LOWER, "Rollouts that hit the length limit."),
@@ -233,14 +233,14 @@ def _prover() -> list[Metric]:
             "entropy_exact",
             "nats",
             NEITHER,
-            "Entropy of the policy's distribution, mean over completion tokens (training.entropy = 'exact').",
+            "Entropy of the policy's distribution, mean over completion tokens (training.entropy is not 'none').",
         ),
         *_in(
             PROVER,
             "entropy_coefficient",
             "number",
             NEITHER,
-            "The entropy bonus's coefficient in the step (training.entropy_target); 0 while the entropy is above it.",
+            "The entropy bonus's coefficient (training.entropy = 'adaptive'); 0 while the entropy is above its target.",
         ),
         *_in(PROVER, "kl", "nats", NEITHER, "KL to the base prover per completion token (the k3 estimate)."),
         *_in(
@@ -248,7 +248,7 @@ def _prover() -> list[Metric]:
             "kl_coefficient",
             "number",
             NEITHER,
-            "The KL penalty's coefficient in the step (training.kl_target).",
+            "The KL penalty's coefficient in the step (training.kl = 'adaptive').",
         ),
         *_in(
             PROVER, "ratio_mean", "number", NEITHER, "Mean of pi / pi_sampled over completion tokens, before any clip."
@@ -309,7 +309,7 @@ def _prover() -> list[Metric]:
         *_in(PROVER, "success_error", "share", LOWER, "Mean distance between these rates and what came of the batch."),
         *_in(PROVER, "success_unseen", "share", NEITHER, "Rollouts of problems not yet seen in their role."),
         *_in(
-            PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum_edges."
+            PROVER, "success_hard", "share", NEITHER, "Rollouts of problems below the first training.curriculum.edges."
         ),
         *_in(PROVER, "success_easy", "share", NEITHER, "Rollouts of problems at or above the last of them."),
         *_in(PROVER, "groups_cut", "count", LOWER, "Groups cut short at rollout.group_deadline_s."),
@@ -382,7 +382,7 @@ def _prover() -> list[Metric]:
             "start_ratio_mean",
             "number",
             NEITHER,
-            "Mean of pi at batch start / pi_sampled (training.importance, or off_policy = 'decoupled'), as it is.",
+            "Mean of pi at batch start / pi_sampled (training.importance), as it is.",
         ),
         *_in(PROVER, "start_ratio_max", "number", NEITHER, "The largest of these ratios."),
         *_in(
@@ -390,7 +390,7 @@ def _prover() -> list[Metric]:
             "start_outside",
             "share",
             LOWER,
-            "Completion tokens whose ratio is truncated or masked (training.importance_high, importance_low).",
+            "Completion tokens whose ratio is truncated or masked (training.importance.high, low).",
         ),
         *_in(
             PROVER, "weights_wall_s", "s", LOWER, "The weight update after the step: the slowest engine's answer to it."

@@ -38,6 +38,14 @@ from pvg.training.memory import MicroBatchMemory, Size
 from pvg.training.penalties import Control, k3, kl_penalty
 
 Kind = Literal["none", "truncated", "masked"]
+# How each kind of training.importance weights the rows that it weights.
+WEIGHTS: dict[str, Kind] = {
+    "none": "truncated",
+    "decoupled": "truncated",
+    "unweighted": "none",
+    "truncated": "truncated",
+    "masked": "masked",
+}
 Level = Literal["token", "sequence", "geometric"]
 Ratio = Callable[[Tensor, Tensor], Tensor]
 
@@ -108,7 +116,7 @@ def importance_metrics(ratios_N: Tensor, kind: Kind, low: float, high: float) ->
 # Rows may be clipped around the policy at batch start instead (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL,
 # arXiv 2505.24298): r_t = pi / pi_start, and the objective of each token is weighted with rho_t, what
 # pvg.training.losses makes of pi_start / pi_sampled, detached. Where pi_start is pi_sampled, that is the plain
-# loss. It is so of the stale rows alone (training.off_policy = "decoupled"), or of all of them (training.importance).
+# loss. It is so of the stale rows alone (training.importance = "decoupled"), or of all of them ("truncated", "masked").
 #
 # beta and c, the coefficients of the KL and of the entropy, may follow what the steps measure (pvg.training.penalties).
 
@@ -200,9 +208,9 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A row of docs/learning.md. `clip_low` and `clip_high` are the defaults of training.clip_low and clip_high;
+    """A row of docs/learning.md. `clip_low` and `clip_high` are the defaults of training.loss.clip_low and clip_high;
     `penalised`: has a KL term; `drops_silent`: groups without a signal leave the batch, and its denominators;
-    `ratio`: what importance weights are made of, where training.importance_level says nothing else; `credit`: how
+    `ratio`: what importance weights are made of, where training.importance.level says nothing else; `credit`: how
     rewards become advantages, None: as pvg.training.credit has it under the loss's name."""
 
     objective: Callable[[Tokens], Terms]
@@ -249,19 +257,19 @@ class PolicyObjective:
     """
 
     def __init__(self, section: sections.Training, rollout: sections.Rollouts, pad_id: int) -> None:
-        self._loss = policy_loss(section.loss)
-        if section.kl_target is not None and not self._loss.penalised:
+        self._loss = policy_loss(section.loss.kind)
+        if section.kl.kind == "adaptive" and not self._loss.penalised:
             raise ConfigurationError(
-                f"training.kl_target has nothing to adapt: training.loss = {section.loss!r} has no KL term.",
-                "Leave training.kl_target out.",
+                f"training.kl = 'adaptive' has nothing to adapt: training.loss = {section.loss.kind!r} has no KL term.",
+                "Set training.kl to 'none'.",
             )
-        self._low = self._loss.clip_low if section.clip_low is None else section.clip_low
-        self._high = self._loss.clip_high if section.clip_high is None else section.clip_high
+        clip_low, clip_high = section.loss.clip_low, section.loss.clip_high
+        self._low = self._loss.clip_low if clip_low is None else clip_low
+        self._high = self._loss.clip_high if clip_high is None else clip_high
         self._control = Control(section)
-        level = section.importance_level
+        level = section.importance.level
         self._ratio = self._loss.ratio if level is None else RATIOS[level]
-        # What is left unset is decoupled PPO's, which asks about stale rows alone.
-        self._importance: Kind = "truncated" if section.importance is None else section.importance
+        self._importance: Kind = WEIGHTS[section.importance.kind]
         self._exact_entropy = section.exact_entropy
         self._section = section
         self._max_tokens = rollout.max_tokens
@@ -280,17 +288,17 @@ class PolicyObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether batches must carry reference log-probs: the loss has a KL term and its coefficient is not 0."""
-        return self._loss.penalised and self._section.kl > 0.0
+        return self._loss.penalised and self._section.kl.kind != "none"
 
     @property
     def decoupled(self) -> bool:
         """Whether only stale rows are weighted and clipped around the policy at batch start."""
-        return self._section.off_policy == "decoupled" and not self.weighs_all
+        return self._section.importance.kind in ("decoupled", "unweighted")
 
     @property
     def weighs_all(self) -> bool:
         """Whether all rows are weighted and clipped around the policy at batch start, stale or not."""
-        return self._section.importance in ("truncated", "masked")
+        return self._section.importance.kind in ("truncated", "masked")
 
     @property
     def needs_start(self) -> bool:
@@ -308,9 +316,9 @@ class PolicyObjective:
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """After a step: the coefficients that it had, as metrics, where they are adapted; then the next one's."""
         found: dict[str, float] = {}
-        if self._section.kl_target is not None:
+        if self._section.kl.kind == "adaptive":
             found["kl_coefficient"] = self._control.kl
-        if self._section.entropy_target is not None:
+        if self._section.entropy.kind == "adaptive":
             found["entropy_coefficient"] = self._control.bonus
         self._control.observe(metrics)
         return found
@@ -384,7 +392,7 @@ class PolicyObjective:
         advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
         terms = self._loss.objective(Tokens(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high))
         cost_BL = -terms.objective_BL
-        bounds = (self._importance, self._section.importance_low, self._section.importance_high)
+        bounds = (self._importance, self._section.importance.low, self._section.importance.high)
         if moved_BL is not None:
             cost_BL = cost_BL * importance_weights(moved_BL, *bounds)
         reference_BL = None
@@ -392,7 +400,7 @@ class PolicyObjective:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
         if self.needs_reference:
             assert reference_BL is not None
-            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl_estimator)
+            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl.estimator)
         if (bonus := self._control.bonus) > 0.0:
             assert outputs.entropies_BL is not None
             cost_BL = cost_BL - bonus * outputs.entropies_BL

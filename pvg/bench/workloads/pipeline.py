@@ -206,7 +206,7 @@ class Settings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError for an experiment whose steps are no whole batches, or that may end early."""
     experiment = settings.experiment
-    if experiment.training.minibatches != 1 or experiment.game.stop != "steps":
+    if experiment.training.minibatches != 1 or experiment.game.stop.kind != "steps":
         raise ConfigurationError(
             "The pipeline workload measures steps of one batch each, and as many as it says.",
             "Set training.minibatches = 1 and game.stop = 'steps'.",
@@ -305,8 +305,8 @@ class PipelinedSteps:
             "groups": experiment.training.groups,
             "group_size": experiment.rollout.group_size,
             "concurrency": experiment.rollout.concurrency,
-            "loss": experiment.training.loss,
-            "kl": experiment.training.kl,
+            "loss": experiment.training.loss.kind,
+            "kl": experiment.training.kl.coefficient,
             "seed": experiment.seed,
         }
 

@@ -264,7 +264,7 @@ class Stragglers:
     async def _train(self, rollouts: list[Rollout]) -> float:
         """Credit as the game gives it, the time that a trainer would take, and the next version; returns the time."""
         with span("credit"):
-            policy_batch(rollouts, drawn_rewards(rollouts, self._own.seed), self._experiment.training.loss)
+            policy_batch(rollouts, drawn_rewards(rollouts, self._own.seed), self._experiment.training.loss.kind)
         seconds = self._own.train_s * len(rollouts) / self._rollouts
         with span("forward_backward"):
             await asyncio.sleep(seconds)

@@ -67,7 +67,7 @@ class Settings(Section):
     many of the run's a sample goes through (at most, evenly spread over the run).
 
     `reference`, where the loss has a KL term: "recomputed" in each step, as the game does; "stored" beforehand, which
-    leaves the same loss without its second forward pass; "none" takes the term out of the loss (training.kl = 0).
+    leaves the same loss without its second forward pass; "none" takes the term out of the loss (training.kl = "none").
     """
 
     rollouts: Count = 256
@@ -149,19 +149,19 @@ class TrainerWorkload:
             prefix="bench/fixed",
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return [policy_batch(rollouts, drawn_rewards(rollouts, own.seed), self._experiment.training.loss)]
+        return [policy_batch(rollouts, drawn_rewards(rollouts, own.seed), self._experiment.training.loss.kind)]
 
     def _recorded(self) -> list[PolicyBatch]:
         assert self._replay is not None
         recorded = recorded_batches(self._replay, self._own.batches)
         self._places = [batch.place for batch in recorded]
-        loss = self._experiment.training.loss
+        loss = self._experiment.training.loss.kind
         return [policy_batch(batch.rollouts, rewards_of(self._replay, batch), loss) for batch in recorded]
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
-        self._kl = training.kl if objective.needs_reference else 0.0
+        self._kl = training.kl.coefficient if objective.needs_reference else 0.0
         if self._own.reference == "stored" and objective.needs_reference:
             for number, batch in enumerate(self._batches):
                 stored = await players.compute(partial(objective.recompute, players.base.module, batch))
@@ -205,7 +205,7 @@ class TrainerWorkload:
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
-            "loss": self._experiment.training.loss,
+            "loss": self._experiment.training.loss.kind,
             "kl": self._kl,
             "optimizer_steps": self._steps,
             "rollouts": self._rollouts,
@@ -275,4 +275,4 @@ def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.i
 
 def _without_kl(experiment: Experiment) -> Experiment:
     plain = experiment.plain()
-    return build_experiment({**plain, "training": {**plain["training"], "kl": 0.0}})
+    return build_experiment({**plain, "training": {**plain["training"], "kl": "none"}})
